@@ -25,6 +25,7 @@ from residua.nn.vit import (
 DecoderKind = Literal["ushape", "plain"]
 
 DECODERS: dict[str, dict[str, int]] = {
+    "nano": {"decoder_embed_dim": 64, "decoder_depth": 3, "decoder_num_heads": 2},
     "tiny": {"decoder_embed_dim": 192, "decoder_depth": 8, "decoder_num_heads": 6},
     "small": {"decoder_embed_dim": 256, "decoder_depth": 8, "decoder_num_heads": 8},
     "base": {"decoder_embed_dim": 512, "decoder_depth": 8, "decoder_num_heads": 16},

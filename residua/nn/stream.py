@@ -13,7 +13,7 @@ Tap = Callable[[str, Tensor], None]
 """Called with a name and the stream after each step: `taps = {}; model.forward_features(x, tap=taps.__setitem__)`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """One residual step. Calling it gives `alpha * x + branch(x)`."""
 

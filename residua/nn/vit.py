@@ -11,10 +11,12 @@ from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from residua.nn.attention import attention
 from residua.nn.shortcut import Decay, Shortcuts
 from residua.nn.stream import Step, Tap
 
 SIZES: dict[str, dict[str, int]] = {
+    "nano": {"embed_dim": 128, "depth": 6, "num_heads": 4},
     "tiny": {"embed_dim": 192, "depth": 12, "num_heads": 3},
     "small": {"embed_dim": 384, "depth": 12, "num_heads": 6},
     "base": {"embed_dim": 768, "depth": 12, "num_heads": 12},
@@ -98,9 +100,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, d = x.shape
-        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, d // self.num_heads).permute(2, 0, 3, 1, 4).unbind(0)
-        out = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(out.transpose(1, 2).reshape(b, n, d))
+        qkv = self.qkv(x).reshape(b, n, 3, self.num_heads, d // self.num_heads)
+        return self.proj(attention(qkv).reshape(b, n, d))
 
 
 class Mlp(nn.Module):

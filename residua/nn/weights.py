@@ -1,0 +1,131 @@
+"""Weights under other projects' names: the original masked autoencoder's and transformers', read into ours."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+State = Mapping[str, Tensor]
+
+# transformers' names, as they are on disk and as they are in memory since version 5, to timm's
+_TRANSFORMERS = [
+    (r"^vit\.", ""),
+    (r"^embeddings\.cls_token$", "cls_token"),
+    (r"^embeddings\.position_embeddings$", "pos_embed"),
+    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+    (r"^(?:encoder\.layer|layers)\.(\d+)\.", r"blocks.\1."),
+    (r"^layernorm\.", "norm."),
+    (r"^decoder\.decoder_(?:layers|encoder\.layer)\.(\d+)\.", r"decoder_blocks.\1."),
+    (r"^decoder\.", ""),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"\.attention\.(?:attention\.)?(?:query|q_proj)\.", ".attn.q."),
+    (r"\.attention\.(?:attention\.)?(?:key|k_proj)\.", ".attn.k."),
+    (r"\.attention\.(?:attention\.)?(?:value|v_proj)\.", ".attn.v."),
+    (r"\.attention\.(?:output\.dense|o_proj)\.", ".attn.proj."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"\.output\.dense\.", ".mlp.fc2."),
+]
+# the original implementation's decoder to ours
+_DECODER = [
+    (r"^mask_token$", "decoder.token"),
+    (r"^decoder_pos_embed$", "decoder.pos_embed"),
+    (r"^decoder_(embed|blocks|norm|pred)\.", r"decoder.\1."),
+]
+
+
+def translate(state: State) -> dict[str, Tensor]:
+    """Any known naming -> ours: `encoder.*`, and `decoder.*` where the file has a decoder."""
+    if any(key.startswith("encoder.blocks.") for key in state):
+        return dict(state)
+    if any("embeddings.patch_embeddings" in key for key in state):
+        state = _fuse_qkv({_rename(key, _TRANSFORMERS): value for key, value in state.items()})
+    out = {}
+    for key, value in state.items():
+        renamed = _rename(key, _DECODER)
+        out[renamed if renamed.startswith("decoder.") else f"encoder.{renamed}"] = value
+    if "encoder.patch_embed.proj.weight" not in out:
+        some = ", ".join(list(state)[:3])
+        raise ValueError(f"these are no weights of a vision transformer or masked autoencoder (found: {some}, ...)")
+    return out
+
+
+def infer_config(state: State, num_heads: int | None = None) -> dict[str, Any]:
+    """Keyword arguments of `create_model` for translated weights, read off their shapes.
+
+    The number of heads leaves no trace in a shape: 64 channels each unless told, 80 for the published ViT-H.
+    """
+    embed = state["encoder.patch_embed.proj.weight"]
+    width, channels, *patch = embed.shape
+    cells = state["encoder.pos_embed"].shape[1] - 1
+    side = round(cells**0.5)
+    config: dict[str, Any] = {
+        "name": "vit",
+        "img_size": (side * patch[0], side * patch[1]),
+        "patch_size": tuple(patch),
+        "in_chans": channels,
+        "embed_dim": width,
+        "depth": _count(state, "encoder.blocks."),
+        "num_heads": num_heads or (16 if width == 1280 else max(1, width // 64)),
+        "mlp_ratio": state["encoder.blocks.0.mlp.fc1.weight"].shape[0] / width,
+        "norm_eps": 1e-6,
+    }
+    if "decoder.pred.weight" not in state:
+        return {**config, "final_norm": "encoder.norm.weight" in state}
+    dim = state["decoder.pred.weight"].shape[1]
+    depth = _count(state, "decoder.blocks.")
+    return {**config, "name": "mae_vit", "decoder": "plain", "decoder_embed_dim": dim, "decoder_depth": depth,
+            "decoder_num_heads": 16 if dim % 512 == 0 else max(1, dim // 32)}  # fmt: skip
+
+
+def load_weights(model: nn.Module, state: State, *, what: str, encoder_only: bool = False) -> list[str]:
+    """Load translated weights into an autoencoder or a lone encoder; returns what kept its initial value.
+
+    `encoder_only` asks for nothing but the encoder (further pretraining with another decoder). Positions of
+    another grid and the alphas of this model stay as the model has them.
+    """
+    own = model.state_dict()
+    lone = not any(key.startswith("encoder.") for key in own)
+    given = {key.removeprefix("encoder."): v for key, v in state.items() if not key.startswith("decoder.")} if lone \
+        else dict(state)  # fmt: skip
+    optional = ("pos_embed", "shortcut.alpha", *(("decoder.",) if encoder_only else ()))
+    wrong = []
+    for key, value in own.items():
+        skippable = any(part in key for part in optional)
+        if key not in given:
+            wrong += [] if skippable else [f"{key} is missing"]
+        elif given[key].shape != value.shape:
+            if not skippable:
+                wrong.append(f"{key} is {tuple(given[key].shape)}, expected {tuple(value.shape)}")
+            del given[key]
+    extra = [key for key in given if key not in own and not (encoder_only and key.startswith(("decoder.", "encoder.norm")))]
+    wrong += [f"{key} has no place in this model" for key in extra]
+    if wrong:
+        shown = "; ".join(wrong[:4]) + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else "")
+        raise ValueError(f"{what} holds a different architecture: {shown}")
+    model.load_state_dict({key: value for key, value in given.items() if key in own}, strict=False)
+    return [key for key in own if key not in given]
+
+
+def _rename(key: str, rules: list[tuple[str, str]]) -> str:
+    for pattern, new in rules:
+        key = re.sub(pattern, new, key)
+    return key
+
+
+def _fuse_qkv(state: State) -> dict[str, Tensor]:
+    """Separate query, key and value layers -> one."""
+    out = {}
+    for key, value in state.items():
+        if ".attn.q." in key:
+            parts = [value, *(state[key.replace(".attn.q.", f".attn.{n}.")] for n in "kv")]
+            out[key.replace(".attn.q.", ".attn.qkv.")] = torch.cat(parts)
+        elif ".attn.k." not in key and ".attn.v." not in key:
+            out[key] = value
+    return out
+
+
+def _count(state: State, prefix: str) -> int:
+    return 1 + max(int(key.removeprefix(prefix).split(".")[0]) for key in state if key.startswith(prefix))

@@ -1,0 +1,230 @@
+"""Runs on disk: atomic checkpoints, metrics, and `residua.load`.
+
+    runs/NAME/
+      config.yaml  environment.json  metrics.jsonl  evaluation.json  report.html
+      checkpoints/step-0001000/
+        model.safetensors   weights, with everything needed to rebuild the model in its header
+        model.json          the same description, for people
+        ema.safetensors     where a moving average is kept
+        training.pt         optimiser state and step: only --resume reads it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from residua.data import Preprocessing
+from residua.nn import MAE, ViT, create_model
+from residua.nn.weights import infer_config, load_weights, translate
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, broken, or of something else."""
+
+
+# ---------------------------------------------------------------- writing
+
+
+def description(model: nn.Module, step: int | None = None) -> dict[str, Any]:
+    """What rebuilds a model: its `create_model` keywords and its preprocessing."""
+    from residua import __version__
+
+    pre = getattr(model, "preprocessing", None)
+    return {"residua": __version__, "model": model.config, "preprocessing": pre and pre.to_dict(), "step": step}
+
+
+def save_model(model: nn.Module, path: Path, *, weights: dict[str, Tensor] | None = None, step: int | None = None) -> None:
+    """One self-describing safetensors file."""
+    state = {k: v.detach().cpu().contiguous() for k, v in (weights or model.state_dict()).items()}
+    save_file(state, path, metadata={"residua": json.dumps(description(model, step)), "format": "pt"})
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    return sorted(p for p in (run / "checkpoints").glob("step-*") if (p / "model.json").exists())
+
+
+def write_checkpoint(
+    run: Path, step: int, model: nn.Module, training: dict[str, Any], ema: dict[str, Tensor] | None = None, keep: int = 2
+) -> Path:
+    """Write a checkpoint so that it is there whole or not at all, then drop the oldest beyond `keep` (0 = none)."""
+    folder = run / "checkpoints"
+    final, unfinished = folder / f"step-{step:07d}", folder / f".unfinished-{step:07d}"
+
+    def fill() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        save_model(model, unfinished / "model.safetensors", step=step)
+        if ema is not None:
+            save_model(model, unfinished / "ema.safetensors", weights=ema, step=step)
+        torch.save(training, unfinished / "training.pt")
+        (unfinished / "model.json").write_text(json.dumps(description(model, step), indent=1))
+        for file in unfinished.iterdir():
+            _sync(file)
+        if final.exists():  # the same step again, after a resume
+            shutil.rmtree(final)
+        unfinished.rename(final)
+        _sync(folder)
+
+    guard_writes(fill, run, lambda: shutil.rmtree(unfinished, ignore_errors=True))
+    if keep:
+        for old in checkpoints(run)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def guard_writes(write: Callable[[], None], run: Path, clean: Callable[[], None] = lambda: None) -> None:
+    """Turn a full or read-only disk into a sentence that says what is still there."""
+    try:
+        write()
+    except (OSError, SafetensorError, RuntimeError) as error:
+        clean()
+        done = checkpoints(run)
+        kept = f"the last good checkpoint is {done[-1]}" if done else "no checkpoint was written yet"
+        raise CheckpointError(
+            f"cannot write to {run}: {error}. Free some space or choose another --out; {kept} (continue with --resume)"
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Atomically: readers see the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    _sync(temporary)
+    temporary.replace(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def load(path: str | Path, *, ema: bool = True) -> MAE | ViT:
+    """A model from a run, a checkpoint, one safetensors file, or published MAE weights.
+
+    Published are `mae_pretrain_vit_*.pth` and folders or files of transformers' ViTMAE and ViT. The model comes in
+    evaluation mode with `model.preprocessing` set. Where a run kept a moving average it is that, unless `ema=False`.
+
+    >>> model = residua.load("runs/2026-11-15-shapes")
+    >>> tokens = residua.nn.encoder_of(model)(model.preprocessing("photo.jpg")[None])
+    """
+    file = weights_file(Path(path).expanduser(), ema=ema)
+    described = _read_description(file)
+    if described is not None:
+        model = create_model(**described["model"])
+        load_weights(model, load_file(file), what=str(file))
+        if described["preprocessing"]:
+            model.preprocessing = Preprocessing.from_dict(described["preprocessing"])
+    else:
+        state = translate(read_state(file))
+        config = infer_config(state, **_transformers_heads(file.parent))
+        config |= _transformers_sizes(file.parent, config)
+        model = create_model(**config)
+        load_weights(model, state, what=str(file))
+        if config["in_chans"] == 3:
+            model.preprocessing = Preprocessing(config["img_size"], IMAGENET_MEAN, IMAGENET_STD, crop_pct=0.875)
+    if isinstance(model, MAE):
+        model.encoder.preprocessing = model.preprocessing
+    return model.eval()
+
+
+def weights_file(path: Path, *, ema: bool = True) -> Path:
+    """The file that a run, checkpoint or model folder keeps its weights in."""
+    if path.is_file():
+        return path
+    if not path.exists():
+        raise CheckpointError(f"there is nothing at {path}")
+    if (path / "checkpoints").is_dir():
+        done = checkpoints(path)
+        if not done:
+            raise CheckpointError(f"the run {path} has no complete checkpoint yet")
+        path = done[-1]
+    names = ("model.safetensors", "pytorch_model.bin")
+    for name in (("ema.safetensors", *names) if ema else names):
+        if (path / name).exists():
+            return path / name
+    raise CheckpointError(f"{path} holds no run and no weights (looked for checkpoints/ and {', '.join(names)})")
+
+
+def read_state(file: Path) -> dict[str, Tensor]:
+    """A state dict from safetensors, or from a PyTorch file read without running any code in it."""
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read as weights: {error}") from error
+    content = content.get("model", content.get("state_dict", content)) if isinstance(content, dict) else content
+    if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
+        raise CheckpointError(f"{file} holds no state dict of tensors")
+    return content
+
+
+def load_training(checkpoint: Path) -> dict[str, Any]:
+    return torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True)
+
+
+def initialize(model: nn.Module, path: str | Path) -> None:
+    """Start `model` from other weights: the encoder always, the decoder where it is the same."""
+    file = weights_file(Path(path).expanduser())
+    state = translate(read_state(file))
+    own = model.state_dict()
+    same = {k for k in state if k.startswith("decoder.")} == {k for k in own if k.startswith("decoder.")}
+    same = same and all(state[k].shape == own[k].shape for k in state if k.startswith("decoder."))
+    state.pop("encoder.shortcut.alpha", None)  # this run's schedule, not the other's
+    load_weights(model, state if same else {k: v for k, v in state.items() if not k.startswith("decoder.")},
+                 what=str(file), encoder_only=not same)  # fmt: skip
+
+
+def _read_description(file: Path) -> dict[str, Any] | None:
+    if file.suffix != ".safetensors":
+        return None
+    try:
+        with safe_open(file, framework="pt") as handle:
+            written = (handle.metadata() or {}).get("residua")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is broken or cut short: {error}") from error
+    return json.loads(written) if written else None
+
+
+def _transformers_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _transformers_heads(folder: Path) -> dict[str, int]:
+    config = _transformers_config(folder)
+    return {"num_heads": config["num_attention_heads"]} if "num_attention_heads" in config else {}
+
+
+def _transformers_sizes(folder: Path, known: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' config.json knows beyond the shapes."""
+    config = _transformers_config(folder)
+    if not config:
+        return {}
+    sizes: dict[str, Any] = {"norm_eps": config.get("layer_norm_eps", 1e-12)}
+    if known["name"] == "mae_vit":
+        sizes |= {
+            "decoder_num_heads": config.get("decoder_num_attention_heads", 16),
+            "mask_ratio": config.get("mask_ratio", 0.75),
+            "norm_pix": config.get("norm_pix_loss", False),
+        }
+    return sizes
