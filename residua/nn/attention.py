@@ -18,7 +18,7 @@ except ImportError:  # no GPU build of torch: the general path serves
     triton = None
 
 MAX_TOKENS = 256
-MAX_HEAD_DIM = 64
+HEAD_DIMS = (16, 32, 64)
 
 
 def attention(qkv: Tensor) -> Tensor:
@@ -35,98 +35,126 @@ def _short(qkv: Tensor) -> bool:
         and qkv.is_cuda
         and qkv.dtype in (torch.bfloat16, torch.float16)
         and qkv.shape[1] <= MAX_TOKENS
-        and qkv.shape[4] in (16, 32, 64)
+        and qkv.shape[4] in HEAD_DIMS
     )
 
 
 if triton is not None:
-    # tl.dot wants at least 16 rows; BLOCK_N covers all keys, BLOCK_M queries are handled at a time
+    # Keys come in two tiles, the largest power of two within N and a TAIL for the rest (65 = 64 + 1 costs 80, not
+    # 128); BLOCK_M queries are handled at a time. tl.dot wants 16 rows at least.
 
     @triton.jit
     def _forward_kernel(
-        qkv, out, scale, N, H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+        qkv, out, scale, N, H: tl.constexpr, D: tl.constexpr,
+        BLOCK_M: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     ):  # fmt: skip
         image = (tl.program_id(0) // H).to(tl.int64)
         head = tl.program_id(0) % H
         row = 3 * H * D
         base = qkv + image * N * row + head * D
-        d = tl.arange(0, D)
-        n = tl.arange(0, BLOCK_N)
-        keys = (n < N)[:, None]
-        k = tl.load(base + H * D + n[:, None] * row + d[None, :], mask=keys, other=0.0)
-        v = tl.load(base + 2 * H * D + n[:, None] * row + d[None, :], mask=keys, other=0.0)
+        d = tl.arange(0, D)[None, :]
+        n0, n1 = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL)
+        k0 = tl.load(base + H * D + n0[:, None] * row + d, mask=(n0 < N)[:, None], other=0.0)
+        v0 = tl.load(base + 2 * H * D + n0[:, None] * row + d, mask=(n0 < N)[:, None], other=0.0)
+        k1 = tl.load(base + H * D + n1[:, None] * row + d, mask=(n1 < N)[:, None], other=0.0)
+        v1 = tl.load(base + 2 * H * D + n1[:, None] * row + d, mask=(n1 < N)[:, None], other=0.0)
         for start in range(0, N, BLOCK_M):
             m = start + tl.arange(0, BLOCK_M)
             queries = (m < N)[:, None]
-            q = tl.load(base + m[:, None] * row + d[None, :], mask=queries, other=0.0)
-            s = tl.dot(q, tl.trans(k)) * scale
-            s = tl.where((n < N)[None, :], s, float("-inf"))
-            e = tl.exp(s - tl.max(s, 1)[:, None])
-            o = tl.dot(e.to(v.dtype), v) / tl.sum(e, 1)[:, None]
-            place = out + image * N * H * D + head * D + m[:, None] * (H * D) + d[None, :]
+            q = tl.load(base + m[:, None] * row + d, mask=queries, other=0.0)
+            s0 = tl.where((n0 < N)[None, :], tl.dot(q, tl.trans(k0)) * scale, float("-inf"))
+            s1 = tl.where((n1 < N)[None, :], tl.dot(q, tl.trans(k1)) * scale, float("-inf"))
+            top = tl.maximum(tl.max(s0, 1), tl.max(s1, 1))[:, None]
+            e0, e1 = tl.exp(s0 - top), tl.exp(s1 - top)
+            o = tl.dot(e0.to(v0.dtype), v0) + tl.dot(e1.to(v1.dtype), v1)
+            o = o / (tl.sum(e0, 1) + tl.sum(e1, 1))[:, None]
+            place = out + image * N * H * D + head * D + m[:, None] * (H * D) + d
             tl.store(place, o.to(out.dtype.element_ty), mask=queries)
 
     @triton.jit
     def _backward_kernel(
-        qkv, grad, dqkv, scale, N, H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+        qkv, grad, dqkv, scale, N, H: tl.constexpr, D: tl.constexpr,
+        BLOCK_M: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     ):  # fmt: skip
         image = (tl.program_id(0) // H).to(tl.int64)
         head = tl.program_id(0) % H
         row = 3 * H * D
-        start_of = image * N * row + head * D
-        d = tl.arange(0, D)
-        n = tl.arange(0, BLOCK_N)
-        keys = (n < N)[:, None]
-        at_keys = n[:, None] * row + d[None, :]
-        k = tl.load(qkv + start_of + H * D + at_keys, mask=keys, other=0.0)
-        v = tl.load(qkv + start_of + 2 * H * D + at_keys, mask=keys, other=0.0)
-        dk = tl.zeros([BLOCK_N, D], dtype=tl.float32)
-        dv = tl.zeros([BLOCK_N, D], dtype=tl.float32)
+        base = image * N * row + head * D
+        d = tl.arange(0, D)[None, :]
+        n0, n1 = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL)
+        at0, at1 = n0[:, None] * row + d, n1[:, None] * row + d
+        in0, in1 = (n0 < N)[:, None], (n1 < N)[:, None]
+        k0 = tl.load(qkv + base + H * D + at0, mask=in0, other=0.0)
+        v0 = tl.load(qkv + base + 2 * H * D + at0, mask=in0, other=0.0)
+        k1 = tl.load(qkv + base + H * D + at1, mask=in1, other=0.0)
+        v1 = tl.load(qkv + base + 2 * H * D + at1, mask=in1, other=0.0)
+        dk0, dv0 = tl.zeros([MAIN, D], tl.float32), tl.zeros([MAIN, D], tl.float32)
+        dk1, dv1 = tl.zeros([TAIL, D], tl.float32), tl.zeros([TAIL, D], tl.float32)
         for start in range(0, N, BLOCK_M):
             m = start + tl.arange(0, BLOCK_M)
             queries = (m < N)[:, None]
-            at_queries = m[:, None] * row + d[None, :]
-            q = tl.load(qkv + start_of + at_queries, mask=queries, other=0.0)
-            do = tl.load(
-                grad + image * N * H * D + head * D + m[:, None] * (H * D) + d[None, :], mask=queries, other=0.0
-            )
-            s = tl.dot(q, tl.trans(k)) * scale
-            s = tl.where((n < N)[None, :], s, float("-inf"))
-            e = tl.exp(s - tl.max(s, 1)[:, None])
-            p = e / tl.sum(e, 1)[:, None]
-            dp = tl.dot(do, tl.trans(v))
-            ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * scale
-            p_low, ds_low = p.to(k.dtype), ds.to(k.dtype)
-            dv += tl.dot(tl.trans(p_low), do)
-            dk += tl.dot(tl.trans(ds_low), q)
-            dq = tl.dot(ds_low, k)
-            tl.store(dqkv + start_of + at_queries, dq.to(dqkv.dtype.element_ty), mask=queries)
-        tl.store(dqkv + start_of + H * D + at_keys, dk.to(dqkv.dtype.element_ty), mask=keys)
-        tl.store(dqkv + start_of + 2 * H * D + at_keys, dv.to(dqkv.dtype.element_ty), mask=keys)
+            q = tl.load(qkv + base + m[:, None] * row + d, mask=queries, other=0.0)
+            do = tl.load(grad + image * N * H * D + head * D + m[:, None] * (H * D) + d, mask=queries, other=0.0)
+            # the softmax again: cheaper than keeping it
+            s0 = tl.where((n0 < N)[None, :], tl.dot(q, tl.trans(k0)) * scale, float("-inf"))
+            s1 = tl.where((n1 < N)[None, :], tl.dot(q, tl.trans(k1)) * scale, float("-inf"))
+            top = tl.maximum(tl.max(s0, 1), tl.max(s1, 1))[:, None]
+            e0, e1 = tl.exp(s0 - top), tl.exp(s1 - top)
+            total = (tl.sum(e0, 1) + tl.sum(e1, 1))[:, None]
+            p0, p1 = e0 / total, e1 / total
+            # ds = p (dp - <p, dp>)
+            dp0, dp1 = tl.dot(do, tl.trans(v0)), tl.dot(do, tl.trans(v1))
+            mean = (tl.sum(p0 * dp0, 1) + tl.sum(p1 * dp1, 1))[:, None]
+            ds0 = (p0 * (dp0 - mean) * scale).to(k0.dtype)
+            ds1 = (p1 * (dp1 - mean) * scale).to(k1.dtype)
+            dv0 += tl.dot(tl.trans(p0.to(do.dtype)), do)
+            dv1 += tl.dot(tl.trans(p1.to(do.dtype)), do)
+            dk0 += tl.dot(tl.trans(ds0), q)
+            dk1 += tl.dot(tl.trans(ds1), q)
+            dq = tl.dot(ds0, k0) + tl.dot(ds1, k1)
+            tl.store(dqkv + base + m[:, None] * row + d, dq.to(dqkv.dtype.element_ty), mask=queries)
+        low = dqkv.dtype.element_ty
+        tl.store(dqkv + base + H * D + at0, dk0.to(low), mask=in0)
+        tl.store(dqkv + base + 2 * H * D + at0, dv0.to(low), mask=in0)
+        tl.store(dqkv + base + H * D + at1, dk1.to(low), mask=in1)
+        tl.store(dqkv + base + 2 * H * D + at1, dv1.to(low), mask=in1)
 
-    def _blocks(n: int) -> dict[str, int]:
+    def _tiles(n: int) -> dict[str, int]:
         """Tile sizes and warps for n tokens."""
-        block_n = max(16, triton.next_power_of_2(n))
-        block_m = min(block_n, 64)
-        return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": {16: 1, 32: 1, 64: 4, 128: 4, 256: 8}[block_n]}
+        main = max(16, triton.next_power_of_2(n + 1) // 2)
+        tail = max(16, triton.next_power_of_2(max(n - main, 1)))
+        small = main + tail <= 32
+        return {"BLOCK_M": 16 if small else 32, "MAIN": main, "TAIL": tail,
+                "num_warps": 1 if small else 2 if main <= 64 else 4}  # fmt: skip
 
     def _launch(kernel: Any, qkv: Tensor, *tensors: Tensor) -> None:
         b, n, _, h, d = qkv.shape
-        kernel[(b * h,)](qkv, *tensors, d**-0.5, n, H=h, D=d, **_blocks(n))
+        kernel[(b * h,)](qkv, *tensors, d**-0.5, n, H=h, D=d, **_tiles(n))
 
-    @torch.library.triton_op("residua::short_attention", mutates_args={})
+    # opaque to the compiler: traced, one call site's number of warps was applied to all
+
+    @torch.library.custom_op("residua::short_attention", mutates_args=())
     def short_attention(qkv: Tensor) -> Tensor:
         """The kernel path of `attention`: contiguous bf16 or fp16 `qkv` on a GPU, at most 256 tokens."""
         b, n, _, h, d = qkv.shape
-        out = torch.empty(b, n, h, d, dtype=qkv.dtype, device=qkv.device)
-        _launch(torch.library.wrap_triton(_forward_kernel), qkv, out)
+        out = qkv.new_empty(b, n, h, d)
+        _launch(_forward_kernel, qkv, out)
         return out
 
-    @torch.library.triton_op("residua::short_attention_backward", mutates_args={})
+    @short_attention.register_fake
+    def _(qkv: Tensor) -> Tensor:
+        b, n, _, h, d = qkv.shape
+        return qkv.new_empty(b, n, h, d)
+
+    @torch.library.custom_op("residua::short_attention_backward", mutates_args=())
     def _short_attention_backward(qkv: Tensor, grad: Tensor) -> Tensor:
         dqkv = torch.empty_like(qkv)
-        _launch(torch.library.wrap_triton(_backward_kernel), qkv, grad, dqkv)
+        _launch(_backward_kernel, qkv, grad, dqkv)
         return dqkv
+
+    @_short_attention_backward.register_fake
+    def _(qkv: Tensor, grad: Tensor) -> Tensor:
+        return torch.empty_like(qkv)
 
     def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)

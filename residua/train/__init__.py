@@ -1,0 +1,24 @@
+"""One loop for everything trained here; configurations, checkpoints, runs on disk."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from residua.train.checkpoint import checkpoints, load
+    from residua.train.config import Pretrain
+    from residua.train.loop import Hooks, Loop, TrainingStopped, read_metrics
+    from residua.train.pretrain import Session, estimate, fit, prepare, pretrain
+
+_HOME = {
+    "checkpoints": "checkpoint", "load": "checkpoint", "Pretrain": "config",
+    "Hooks": "loop", "Loop": "loop", "TrainingStopped": "loop", "read_metrics": "loop",
+    "Session": "pretrain", "estimate": "pretrain", "fit": "pretrain", "prepare": "pretrain", "pretrain": "pretrain",
+}  # fmt: skip
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when used: reading a checkpoint needs no accelerate."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'residua.train' has no attribute {name!r}")
+    return getattr(import_module(f"residua.train.{_HOME[name]}"), name)

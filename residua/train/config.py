@@ -96,10 +96,10 @@ class OptimConfig:
     """Optimiser steps, instead of epochs."""
     batch_size: int | Auto = "auto"
     """Images in a step, over all processes; auto: 256 on a GPU, 64 on a CPU."""
-    base_lr: float = 3e-4
-    """Peak learning rate for 256 images; scaled with the batch size."""
-    lr: float | None = None
-    """Peak learning rate as it is, instead of base_lr."""
+    base_lr: float | None = None
+    """Peak learning rate for 256 images, scaled linearly with the batch size (the paper: 1.5e-4)."""
+    lr: float | Auto = "auto"
+    """Peak learning rate as it is; auto: 3e-4 at width 384 and batch 256, times 384 / width, times sqrt(batch / 256)."""
     weight_decay: float = 0.05
     """On matrices; biases, norms, tokens and learned alphas have none."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -214,8 +214,11 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     if epochs <= 0 or (o.steps is not None and o.steps < 1):
         raise ValueError(f"epochs {epochs} and steps {o.steps} must be positive")
     steps = o.steps or math.ceil(epochs * n / batch)
-    lr = o.lr if o.lr is not None else o.base_lr * batch / 256
-    size = ("small" if gpu else "nano") if config.model.size == "auto" else config.model.size
+    size: Any = ("small" if gpu else "nano") if config.model.size == "auto" else config.model.size
+    lr = o.lr
+    if lr == "auto":
+        width = config.model.embed_dim or SIZES[size]["embed_dim"]
+        lr = 3e-4 * 384 / width * math.sqrt(batch / 256) if o.base_lr is None else o.base_lr * batch / 256
     side = _auto_size(source.typical_size()) if config.data.img_size == "auto" else config.data.img_size
     patch = _auto_patch(side) if config.model.patch_size == "auto" else config.model.patch_size
     if config.data.img_size == "auto":

@@ -143,12 +143,12 @@ class Loop:
         self.micro = min(settings.micro_batch or self.order.share, self.order.share)
         model.to(self.device)
         optimizer = make_optimizer(model, settings, self.device)
+        self.ema = None
+        if settings.ema:
+            self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema))
         if settings.compile:
             model.compile()
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        self.ema = None
-        if settings.ema:
-            self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema), use_buffers=False)
         self.shortcut = getattr(getattr(model, "encoder", model), "shortcut", None)
         self.health = Health(settings.steps)
         self.peak = peak_flops(self.device, settings.precision)
@@ -235,16 +235,18 @@ class Loop:
             last = self.step == settings.steps
             evaluate = hooks.every is not None and self.step % hooks.every == 0 and not last
             save = last or self.step % settings.checkpoint_every == 0
-            if save or evaluate or self.step % settings.log_every == 0 or interrupt.asked:
+            alone = self.accelerator.num_processes == 1  # several processes must stop at the same step
+            if save or evaluate or self.step % settings.log_every == 0 or (alone and interrupt.asked):
                 record = self._record(losses, norm, started, waited)
                 if evaluate:
                     record |= hooks.on_interval(self.step, self.bare) or {}
                     self.model.train()
                 self._log(record)
                 losses, started, waited = [], time.perf_counter(), self.feed.wait_seconds
-                if save or self._leave(interrupt):
+                leave = self._leave(interrupt) and not last
+                if save or leave:
                     self.save()
-                if self._leave(interrupt):
+                if leave:
                     raise TrainingStopped(f"stopped at step {self.step:,} of {settings.steps:,}; continue with --resume")
 
     def _leave(self, interrupt: _Interrupt) -> bool:
@@ -266,7 +268,7 @@ class Loop:
                 f"the loss became {float(values[bad[0]])} at step {step + 1:,}, learning rate "
                 f"{learning_rate(step, self.settings):.2e}. "
                 + (f"The last good checkpoint is {kept[-1]}. " if kept else "No checkpoint was written before. ")
-                + "Try a smaller --base-lr, --clip 1.0, --zero-init True, or a larger --alpha-min."
+                + "Try a smaller --lr, --clip 1.0, --zero-init True, or a larger --alpha-min."
             )
         rate = len(losses) * self.settings.batch_size / seconds
         record: Record = {
