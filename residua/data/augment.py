@@ -1,0 +1,196 @@
+"""Random resized crop, flip and normalisation of a whole batch on its device.
+
+A crop followed by a resize is linear and separable: `out = Wy @ x @ Wx^T` with one small matrix per image and
+axis. So a batch of different crops is two batched matrix products: no loop over images, no shapes that depend
+on data, no synchronisation with the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from residua.data.rng import uniform
+
+ImgSize = int | tuple[int, int]
+PerChannel = Sequence[float] | Tensor
+
+_ATTEMPTS = 10  # as torchvision's RandomResizedCrop
+_FAR = 1e4  # a distance in pixels beyond every kernel
+CROP_LANES = 2 * _ATTEMPTS + 2
+
+
+@dataclass
+class Batch:
+    """Images on a device, each in the top left corner of a common canvas."""
+
+    pixels: Tensor  # (B, C, H, W) uint8, or float32 in [0, 1]
+    sizes: Tensor  # (B, 2) int64: height and width of the image on its canvas
+    index: Tensor  # (B,) int64: number of the image in its source
+
+
+def pair(img_size: ImgSize) -> tuple[int, int]:
+    """(height, width) of an int or a pair."""
+    return (img_size, img_size) if isinstance(img_size, int) else (int(img_size[0]), int(img_size[1]))
+
+
+def random_resized_crop_boxes(
+    u: Tensor,
+    sizes: Tensor,
+    scale: tuple[float, float] = (0.2, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> Tensor:
+    """Boxes (B, 4) = (top, left, height, width), distributed as torchvision's `RandomResizedCrop`.
+
+    `u` holds `CROP_LANES` uniforms per image: area and aspect of ten attempts, then the position. The first
+    attempt that fits is taken; if none does, the largest central box of an allowed aspect.
+    """
+    height, width = sizes[:, 0:1].float(), sizes[:, 1:2].float()
+    area = height * width * (scale[0] + (scale[1] - scale[0]) * u[:, :_ATTEMPTS])
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    aspect = torch.exp(low + (high - low) * u[:, _ATTEMPTS : 2 * _ATTEMPTS])
+    w, h = torch.round(torch.sqrt(area * aspect)), torch.round(torch.sqrt(area / aspect))
+    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+    earliness = torch.arange(_ATTEMPTS, 0, -1, device=u.device)
+    first = (fits * earliness).argmax(dim=1, keepdim=True)  # no ties: argmax may break them either way
+    found = fits.any(dim=1, keepdim=True)
+    h, w = h.gather(1, first), w.gather(1, first)
+
+    whole = width / height
+    fallback_w = torch.where(whole > ratio[1], torch.round(height * ratio[1]), width)
+    fallback_h = torch.where(whole < ratio[0], torch.round(width / ratio[0]), height)
+    room_y, room_x = height - h, width - w
+    top = torch.where(found, _below(u[:, -2:-1], room_y + 1), torch.floor((height - fallback_h) / 2))
+    left = torch.where(found, _below(u[:, -1:], room_x + 1), torch.floor((width - fallback_w) / 2))
+    return torch.cat([top, left, torch.where(found, h, fallback_h), torch.where(found, w, fallback_w)], dim=1)
+
+
+def center_boxes(sizes: Tensor, out_size: ImgSize, crop_pct: float = 1.0) -> Tensor:
+    """Central boxes (B, 4) of the output's aspect that span `crop_pct` of the tighter side."""
+    out_h, out_w = pair(out_size)
+    height, width = sizes[:, 0].float(), sizes[:, 1].float()
+    unit = torch.minimum(height / out_h, width / out_w) * crop_pct  # source pixels per output pixel
+    h, w = torch.round(unit * out_h).clamp(min=1), torch.round(unit * out_w).clamp(min=1)
+    return torch.stack([torch.round((height - h) / 2), torch.round((width - w) / 2), h, w], dim=1)
+
+
+def resample(
+    pixels: Tensor,
+    boxes: Tensor,
+    out_size: ImgSize,
+    flip: Tensor | None = None,
+    interpolation: str = "bicubic",
+) -> Tensor:
+    """Cut `boxes` out of `pixels` (B, C, H, W) and resize them with antialiasing: float32 (B, C, h, w).
+
+    Equals torchvision's `resized_crop(..., antialias=True)` image by image. uint8 becomes [0, 1] (clamped
+    where bicubic overshoots, as PIL and torchvision do); floats keep their range. `flip` (B,) bool mirrors.
+    """
+    batch, channels, height, width = pixels.shape
+    out_h, out_w = pair(out_size)
+    top, left, h, w = boxes.to(torch.float32).unbind(1)
+    with torch.autocast(pixels.device.type, enabled=False):
+        wy = _weights(top, h, height, out_h, interpolation)  # (B, out_h, H)
+        wx = _weights(left, w, width, out_w, interpolation, flip)  # (B, out_w, W)
+        x = pixels.to(torch.float32)
+        if pixels.dtype == torch.uint8:
+            wy = wy / 255
+        # One product per image and axis, all channels at once; the axes end up swapped and are put back.
+        x = torch.bmm(wx, x.reshape(batch, channels * height, width).transpose(1, 2))  # (B, w, C H)
+        x = torch.bmm(x.reshape(batch, out_w * channels, height), wy.transpose(1, 2))  # (B, w C, h)
+        x = x.reshape(batch, out_w, channels, out_h).permute(0, 2, 3, 1)
+    if pixels.dtype == torch.uint8 and interpolation == "bicubic":
+        x = x.clamp(0, 1)
+    return x
+
+
+def train_view(
+    batch: Batch,
+    img_size: ImgSize,
+    mean: PerChannel,
+    std: PerChannel,
+    *,
+    seed: int,
+    epoch: Tensor | int,
+    scale: tuple[float, float] = (0.2, 1.0),
+    flip: bool = True,
+    interpolation: str = "bicubic",
+) -> Tensor:
+    """Random resized crop, flip, normalise: float32 (B, C, h, w).
+
+    Crop and flip depend only on (seed, epoch, image index), not on the batch, process or device.
+    """
+    u = uniform(seed, epoch, batch.index, CROP_LANES, "crop")
+    boxes = random_resized_crop_boxes(u, batch.sizes, scale)
+    mirrored = uniform(seed, epoch, batch.index, 1, "flip")[:, 0] < 0.5 if flip else None
+    return normalize(resample(batch.pixels, boxes, img_size, mirrored, interpolation), mean, std)
+
+
+def center_view(
+    batch: Batch,
+    img_size: ImgSize,
+    mean: PerChannel,
+    std: PerChannel,
+    crop_pct: float = 1.0,
+    interpolation: str = "bicubic",
+) -> Tensor:
+    """Central crop, resize, normalise: float32 (B, C, h, w)."""
+    boxes = center_boxes(batch.sizes, img_size, crop_pct)
+    return normalize(resample(batch.pixels, boxes, img_size, None, interpolation), mean, std)
+
+
+def normalize(x: Tensor, mean: PerChannel, std: PerChannel) -> Tensor:
+    """`(x - mean) / std` per channel, contiguous."""
+    scale = 1 / per_channel(std, x)
+    return torch.addcmul(-per_channel(mean, x) * scale, x, scale).contiguous()
+
+
+def per_channel(values: PerChannel, like: Tensor) -> Tensor:
+    """(C, 1, 1) tensor beside `like`, made without a copy from the host."""
+    if not isinstance(values, Tensor):
+        values = torch.cat([like.new_full((1,), float(value)) for value in values])
+    return values.to(like).reshape(-1, 1, 1)
+
+
+def _below(u: Tensor, n: Tensor) -> Tensor:
+    """Uniform whole number in 0..n-1."""
+    return torch.minimum(torch.floor(u * n), n - 1)
+
+
+def _weights(
+    start: Tensor, length: Tensor, in_size: int, out_size: int, interpolation: str, flip: Tensor | None = None
+) -> Tensor:
+    """Rows of filter weights (B, out, in) that resize the span `start, length` of an axis to `out_size`.
+
+    Output o is centred at `c = (o + 1/2) s` of the span, `s = length / out`; input j has weight
+    `k((j + 1/2 - c) / max(s, 1))`, zero outside the span, each row normalised to 1.
+    """
+    start, length = start[:, None], length[:, None]
+    step = length / out_size
+    center = (torch.arange(out_size, device=start.device) + 0.5) * step  # (B, out)
+    if flip is not None:
+        center = torch.where(flip[:, None], length - center, center)
+    position = torch.arange(in_size, device=start.device) + 0.5 - start  # (B, in)
+    position = torch.where((position > 0) & (position < length), position, _FAR)
+    width = step.clamp(min=1)  # the kernel is widened when shrinking
+    distance = ((position / width)[:, None, :] - (center / width)[:, :, None]).abs_()
+    weights = _kernel(distance, interpolation)
+    return weights.div_(weights.sum(dim=2, keepdim=True))
+
+
+def _kernel(t: Tensor, interpolation: str) -> Tensor:
+    """Filter at distance t >= 0: the triangle, or Keys' cubic with a = -1/2.
+
+    The cubic as truncated powers, without branches: `(1 - t)(2 - t)_+^2 / 2 + (2t - 1)(1 - t)_+^2`.
+    """
+    near = (1 - t).clamp_(min=0)
+    if interpolation == "bilinear":
+        return near
+    if interpolation == "bicubic":
+        far = (2 - t).clamp_(min=0).square_().mul_(0.5 - 0.5 * t)
+        return far.addcmul_(2 * t - 1, near.square_())
+    raise ValueError(f"interpolation {interpolation!r}, expected 'bicubic' or 'bilinear'")

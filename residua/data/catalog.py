@@ -1,0 +1,111 @@
+"""One spelling for where images come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from residua.data import arrays, folder, parquet, shapes
+from residua.data.errors import DataError, did_you_mean
+from residua.data.source import Splits
+
+_WITH_PATH = {"folder": "PATH", "parquet": "PATH", "hf": "NAME", "imagenet": "PATH"}
+_OPTIONS = {
+    "shapes": ("n", "size", "classes", "test"),
+    "parquet": ("image", "label"),
+    "hf": ("image", "label", "config", "revision"),
+    "stl10": ("unlabeled",),
+}
+NAMES = ("shapes", "digits", *(f"{k}:{v}" for k, v in _WITH_PATH.items()), *arrays.TORCHVISION)
+
+
+def load(spec: str, *, seed: int = 0, img_size: int | None = None) -> Splits:
+    """Training and test images by name.
+
+    | spec | images |
+    |---|---|
+    | `shapes` | procedural, made by `seed`; `shapes?n=2000&size=32&classes=8` |
+    | `digits` | scikit-learn's 8 px digits |
+    | `folder:PATH` | class folders, `train`/`test` folders, or any tree of images |
+    | `parquet:PATH` | Hugging Face layout; `parquet:PATH?label=coarse_label&image=img` |
+    | `hf:NAME` | the Hugging Face Hub; `?config=`, `?revision=`, `?label=`, `?image=` |
+    | `cifar10 cifar100 stl10 fashion-mnist imagenet:PATH` | torchvision's |
+
+    `img_size` is the size `shapes` is drawn at unless the spec says; stored images keep theirs.
+    """
+    name, argument, options = _parse(spec)
+    match name:
+        case "shapes":
+            numbers = {key: _integer(spec, key, value) for key, value in options.items()}
+            return shapes.load_shapes(seed=seed, **({"size": img_size} if img_size else {}) | numbers)
+        case "digits":
+            return arrays.load_digits()
+        case "folder":
+            return folder.load_folder(argument)
+        case "parquet":
+            return parquet.load_parquet(argument, **options)
+        case "hf":
+            return parquet.load_hub(argument, **options)
+        case "imagenet":
+            return _load_imagenet(argument)
+        case "stl10":
+            unlabeled = bool(_integer(spec, "unlabeled", options.get("unlabeled", "0")))
+            return arrays.load_torchvision(name, unlabeled=unlabeled)
+        case _:
+            return arrays.load_torchvision(name)
+
+
+def _parse(spec: str) -> tuple[str, str, dict[str, str]]:
+    """`parquet:PATH?label=x` -> ("parquet", "PATH", {"label": "x"})."""
+    head, _, query = spec.partition("?")
+    name, colon, argument = head.partition(":")
+    known = {*_WITH_PATH, "shapes", "digits", *arrays.TORCHVISION}
+    if name not in known:
+        hint = f"folder:{head}" if Path(head).expanduser().is_dir() else None
+        advice = f"for a folder of images write {hint!r}" if hint else did_you_mean(name, NAMES)
+        raise DataError(f"unknown data {spec!r}: {advice} (all: {', '.join(NAMES)})")
+    if name in _WITH_PATH and not argument:
+        raise DataError(
+            f"data {spec!r} lacks its {_WITH_PATH[name].lower()}: write {name}:{_WITH_PATH[name]}"
+        )
+    if name not in _WITH_PATH and colon:
+        raise DataError(
+            f"data {spec!r}: {name} takes no path; options follow a question mark ({name}?key=value)"
+        )
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    for key in options:
+        if key not in _OPTIONS.get(name, ()):
+            allowed = _OPTIONS.get(name)
+            advice = did_you_mean(key, allowed) if allowed else f"{name} has none"
+            raise DataError(f"data {spec!r}: unknown option {key!r}; {advice}")
+    return name, argument, options
+
+
+def _integer(spec: str, key: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise DataError(f"data {spec!r}: {key}={value!r}, expected a whole number") from None
+
+
+def _load_imagenet(path: str) -> Splits:
+    """ImageNet-1k under PATH: unpacked `train` and `val` folders, or the archives (unpacked once)."""
+    base = Path(path).expanduser()
+    if not base.is_dir():
+        raise DataError(
+            f"imagenet:{path}: {base} does not exist; give the folder with train and val, or the archives"
+        )
+    names: dict[str, str] = {}
+    if any(base.glob("ILSVRC2012_devkit*")) or (base / "meta.bin").exists():
+        from torchvision.datasets import ImageNet
+
+        try:
+            parts = [ImageNet(str(base), split=split) for split in ("train", "val")]
+        except (RuntimeError, OSError) as error:
+            raise DataError(f"imagenet:{path}: {error}") from error
+        names = {wnid: words[0] for wnid, words in zip(parts[0].wnids, parts[0].classes)}
+    splits = folder.load_folder(path)
+    for part in (splits.train, splits.test):
+        if part is not None and part.classes is not None:
+            part.classes = [names.get(wnid, wnid) for wnid in part.classes]
+    return Splits("imagenet", splits.train, splits.test)

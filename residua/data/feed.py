@@ -1,0 +1,291 @@
+"""How a batch reaches the device: from a resident copy of the data, or streamed from decoding workers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from residua.data import decode
+from residua.data.augment import Batch, ImgSize, pair
+from residua.data.errors import BadImage, DataError
+from residua.data.preprocess import to_canvas
+from residua.data.source import Source
+
+OnBadImage = Literal["error", "skip"]
+Progress = Callable[[int, int], None]
+_Decoded = tuple[Tensor, Tensor, Tensor, list[int]]  # pixels, sizes, index, numbers of unreadable images
+
+RESIDENT_SHARE = 0.4  # of the device's free memory that images may take
+_BLOCK = 256  # images decoded per task when filling a resident feed
+_MIN_FOR_WORKERS = 4096  # fewer images are decoded in this process
+
+
+class Feed:
+    """Batches of `source` on `device`.
+
+    Images live in device memory when they fit into 40 % of what is free there (`resident=None`; True and
+    False force it), as uint8, or float32 in [0, 1] where the source has 16 bits or floats. Otherwise
+    `workers` persistent processes decode them. Either way an image much larger than `img_size` is shrunk
+    when decoded: to at most twice `img_size` on its shorter and three times on its longer side.
+
+    `on_bad_image="skip"`: a resident feed leaves unreadable images out (`source` is then the reduced
+    source); a streaming one puts the next readable image in their place. `skipped` counts them;
+    `wait_seconds` is the time the consumer spent waiting for data.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        device: torch.device | str,
+        *,
+        img_size: ImgSize,
+        resident: bool | None = None,
+        workers: int | None = None,
+        on_bad_image: OnBadImage = "error",
+        progress: Progress | None = None,
+    ) -> None:
+        if on_bad_image not in ("error", "skip"):
+            raise DataError(f"on_bad_image {on_bad_image!r}, expected 'error' or 'skip'")
+        if len(source) == 0:
+            raise DataError(f"{source.name}: no images to feed")
+        self.source, self.device = source, torch.device(device)
+        self.workers = min(16, os.cpu_count() or 1) if workers is None else workers
+        self.on_bad_image = on_bad_image
+        self.wait_seconds = 0.0
+        self._bad: set[int] = set()
+        self._target = max(pair(img_size))
+        self.canvas = canvas_of(source, self._target)
+        self._decoder = _Decoder(source, self._target, self.canvas, on_bad_image)
+        self._loader: DataLoader[Any] | None = None
+        self._pixels: Tensor | None = None
+        self._sizes: Tensor | None = None
+        self.resident = self._fits(resident)
+        if self.resident:
+            self._fill(progress)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def skipped(self) -> int:
+        """Unreadable images met so far."""
+        return len(self._bad)
+
+    def iterate(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
+        """One batch per tensor of image numbers, in order."""
+        if self.resident:
+            return self._iterate_resident(index_batches)
+        return self._iterate_stream(index_batches)
+
+    def close(self) -> None:
+        """End the workers and let go of the images."""
+        self._loader = self._pixels = self._sizes = None
+
+    def _iterate_resident(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
+        for index in index_batches:
+            if self._pixels is None or self._sizes is None:
+                raise RuntimeError("this feed is closed")
+            index = index.to(self.device, non_blocking=True)
+            yield Batch(self._pixels[index], self._sizes[index], index)
+
+    def _iterate_stream(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
+        if self._loader is None:
+            self._loader = _loader(self._decoder, self.workers, pin=self.device.type == "cuda")
+        sampler = self._loader.batch_sampler
+        assert isinstance(sampler, _Batches)
+        sampler.batches = index_batches
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        ahead: _Copy | None = None
+        for *tensors, bad in self._timed(_decoded(self._loader)):
+            self._bad.update(bad)
+            copy, ahead = ahead, _Copy(tensors, self.device, stream)
+            if copy is not None:
+                yield copy.arrived()
+        if ahead is not None:
+            yield ahead.arrived()
+
+    def _timed(self, items: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            start = time.perf_counter()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                self.wait_seconds += time.perf_counter() - start
+            yield item
+
+    def _fits(self, resident: bool | None) -> bool:
+        height, width = self.canvas
+        item = 1 if self.source.dtype == np.uint8 else 4
+        need = len(self.source) * self.source.channels * height * width * item
+        free = free_memory(self.device)
+        if resident and need > free:
+            raise DataError(
+                f"{self.source.name}: {need / 2**30:.1f} GiB of images do not fit into the "
+                f"{free / 2**30:.1f} GiB free on {self.device}; stream them (resident=False)"
+            )
+        return need <= RESIDENT_SHARE * free if resident is None else resident
+
+    def _fill(self, progress: Progress | None) -> None:
+        whole = self.source.array()
+        if whole is not None and whole.shape[1:3] == self.canvas:
+            whole = whole if whole.dtype == np.uint8 else decode.to_unit(whole)
+            self._pixels = torch.from_numpy(whole).permute(0, 3, 1, 2).contiguous().to(self.device)
+            self._sizes = torch.tensor([self.canvas], device=self.device).repeat(len(whole), 1)
+            return
+        count = len(self.source)
+        dtype = torch.uint8 if self.source.dtype == np.uint8 else torch.float32
+        pixels = torch.zeros(count, self.source.channels, *self.canvas, dtype=dtype, device=self.device)
+        sizes = torch.zeros(count, 2, dtype=torch.int64, device=self.device)
+        blocks = torch.arange(count).split(_BLOCK)
+        workers = self.workers if count >= _MIN_FOR_WORKERS else 0
+        filled = 0
+        on_bad = "drop" if self.on_bad_image == "skip" else "error"
+        decoder = _Decoder(self.source, self._target, self.canvas, on_bad)
+        for block_pixels, block_sizes, _, bad in _decoded(_loader(decoder, workers, batches=blocks)):
+            self._bad.update(bad)
+            pixels[filled : filled + len(block_sizes)] = block_pixels.to(self.device)
+            sizes[filled : filled + len(block_sizes)] = block_sizes.to(self.device)
+            filled += len(block_sizes)
+            if progress is not None:
+                progress(filled + len(self._bad), count)
+        if filled == 0:
+            raise DataError(f"{self.source.name}: none of its {count} images can be read")
+        if self._bad:
+            self.source = self.source.subset(i for i in range(count) if i not in self._bad)
+        self._pixels, self._sizes = pixels[:filled], sizes[:filled]
+
+
+class _Batches:
+    """A batch sampler whose batches are set before each pass, so that workers persist between passes."""
+
+    def __init__(self, batches: Iterable[Tensor] = ()) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batches:
+            yield batch.tolist()
+
+
+class _Decoder(Dataset[Any]):
+    """Decodes whole batches, in the workers."""
+
+    def __init__(self, source: Source, target: int, canvas: tuple[int, int], on_bad: str) -> None:
+        self.source, self.target, self.canvas, self.on_bad = source, target, canvas, on_bad
+
+    def __getitems__(self, indices: list[int]) -> _Decoded | DataError:
+        try:
+            return self._decode(indices)
+        except DataError as error:  # handed over as a value: raised in a worker it would lose its type
+            return error
+
+    def _decode(self, indices: list[int]) -> _Decoded:
+        images, used, bad = [], [], []
+        for i in indices:
+            image, j = None, i
+            try:
+                image = self.source.read(i, self.target)
+            except BadImage:
+                if self.on_bad == "error":
+                    raise
+                bad.append(i)
+                if self.on_bad == "skip":
+                    image, j = self._next_readable(i, bad)
+            if image is not None:
+                images.append(image)
+                used.append(j)
+        if not images:
+            shape = (0, self.source.channels, *self.canvas)
+            return torch.zeros(shape, dtype=torch.uint8), torch.zeros(0, 2).long(), torch.zeros(0).long(), bad
+        pixels, sizes = to_canvas(images, self.canvas)
+        return pixels, sizes, torch.tensor(used, dtype=torch.int64), bad
+
+    def _next_readable(self, i: int, bad: list[int]) -> tuple[np.ndarray, int]:
+        count = len(self.source)
+        for j in range(i + 1, i + count):
+            try:
+                return self.source.read(j % count, self.target), j % count
+            except BadImage:
+                bad.append(j % count)
+        raise DataError(f"{self.source.name}: none of its {count} images can be read")
+
+
+def canvas_of(source: Source, target: int) -> tuple[int, int]:
+    """(height, width) that holds the probed images after shrinking."""
+    sizes = np.array([decode.shrunk_size(int(h), int(w), target) for h, w in source.sizes()])
+    height, width = sizes.max(axis=0)
+    return int(height), int(width)
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes on the device; on the CPU, memory the system can still give."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _loader(
+    decoder: _Decoder, workers: int, *, pin: bool = False, batches: Iterable[Tensor] = ()
+) -> DataLoader[Any]:
+    return DataLoader(
+        decoder,
+        batch_sampler=_Batches(batches),  # type: ignore[arg-type]
+        collate_fn=_as_is,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=pin,
+        generator=torch.Generator(),  # else each pass would draw from the global one
+        prefetch_factor=4 if workers else None,
+        worker_init_fn=_one_thread if workers else None,
+    )
+
+
+def _decoded(loader: Iterable[_Decoded | DataError]) -> Iterator[_Decoded]:
+    for item in loader:
+        if isinstance(item, DataError):
+            raise item
+        yield item
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def _one_thread(_: int) -> None:
+    torch.set_num_threads(1)
+
+
+class _Copy:
+    """A batch on its way to the device; on CUDA over a stream of its own, beside the computing."""
+
+    def __init__(
+        self, tensors: Sequence[Tensor], device: torch.device, stream: torch.cuda.Stream | None
+    ) -> None:
+        with torch.cuda.stream(stream):  # does nothing where the stream is None
+            self.batch = Batch(*(tensor.to(device, non_blocking=stream is not None) for tensor in tensors))
+        self.done = None if stream is None else stream.record_event()
+
+    def arrived(self) -> Batch:
+        """The batch; what is computed next on the current stream waits for it."""
+        if self.done is not None:
+            current = torch.cuda.current_stream(self.batch.pixels.device)
+            current.wait_event(self.done)
+            for tensor in (self.batch.pixels, self.batch.sizes, self.batch.index):
+                tensor.record_stream(current)
+        return self.batch

@@ -1,0 +1,162 @@
+"""Images in a folder: class folders, or any tree without labels."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from residua.data.decode import SUFFIXES
+from residua.data.errors import DataError
+from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
+
+TEST_NAMES = ("test", "val", "valid", "validation")
+_HELD_OUT = 0.1
+
+
+class FolderSource(EncodedSource):
+    """Image files, named by their path relative to `base`."""
+
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        base: Path,
+        files: list[str],
+        *,
+        classes: list[str] | None,
+        labels: np.ndarray | None,
+        like: Source | None = None,
+    ) -> None:
+        self.base, self.files = base, files
+        super().__init__(name, split, len(files), classes=classes, labels=labels, like=like)
+
+    def encoded(self, i: int) -> Path:
+        return self.base / self.files[i]
+
+    def identify(self, i: int) -> str:
+        return self.files[i]
+
+    def weights(self) -> np.ndarray:
+        return np.array([self.encoded(i).stat().st_size for i in range(len(self))], np.int64)
+
+    def fingerprint(self) -> str:
+        stats = [self.encoded(i).stat() for i in range(len(self))]
+        stamps = np.array([(s.st_size, s.st_mtime_ns) for s in stats], np.int64)
+        return fingerprint_of(self.files, stamps, self.labels if self.labels is not None else "none")
+
+
+def load_folder(path: str) -> Splits:
+    """`PATH/train` with `PATH/test|val|valid|validation`, or class folders, or any tree of images.
+
+    Folders are classes when every image lies directly in one of at least two of them. A tenth of each class
+    becomes the test split where none is given.
+    """
+    base = Path(path).expanduser()
+    if not base.is_dir():
+        what = "is a file, not a folder" if base.exists() else "does not exist"
+        raise DataError(f"folder:{path}: {base} {what}; give the folder that holds the images")
+    name = base.resolve().name
+    if (base / "train").is_dir():
+        return _load_presplit(base, name)
+    files = list_images(base)
+    if not files:
+        raise DataError(f"folder:{path}: no images in {base}; looked for {', '.join(sorted(SUFFIXES))}")
+    return _split(name, base, files, "")
+
+
+def list_images(root: Path) -> list[str]:
+    """Relative paths (with `/`) of all images below `root`, sorted, without hidden ones."""
+    found = []
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        relative = Path(folder).relative_to(root).as_posix()
+        start = "" if relative == "." else relative + "/"
+        found += [
+            start + name
+            for name in names
+            if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
+        ]
+    return sorted(found)
+
+
+def class_names(files: list[str]) -> list[str] | None:
+    """Folder names when every file is `CLASS/FILE` with at least two classes, else None."""
+    names = sorted({file.split("/")[0] for file in files})
+    return names if _in_class_folders(files) and len(names) >= 2 else None
+
+
+def _in_class_folders(files: list[str]) -> bool:
+    return all(file.count("/") == 1 for file in files)
+
+
+def _load_presplit(base: Path, name: str) -> Splits:
+    files = list_images(base / "train")
+    if not files:
+        raise DataError(
+            f"folder:{base}: no images in {base / 'train'}; looked for {', '.join(sorted(SUFFIXES))}"
+        )
+    candidates = [(part, list_images(base / part)) for part in TEST_NAMES if (base / part).is_dir()]
+    candidates = [(part, found) for part, found in candidates if found]
+    if not candidates:
+        return _split(name, base, files, "train/")
+    classes = class_names(files)
+    train = _source(name, "train", base, files, "train/", classes)
+    if classes is not None:  # an unlabelled test folder (as ImageNet's) is of no use beside a labelled one
+        candidates.sort(key=lambda candidate: not _in_class_folders(candidate[1]))
+    part, found = candidates[0]
+    known = classes if _in_class_folders(found) else None
+    return Splits(name, train, _source(name, part, base, found, f"{part}/", known, like=train))
+
+
+def _split(name: str, base: Path, files: list[str], prefix: str) -> Splits:
+    """Hold out a part of labelled images; without labels there is nothing to test."""
+    classes = class_names(files)
+    held_out = _hold_out(files) if classes else set()
+    kept = [file for file in files if file not in held_out]
+    train = _source(name, "train", base, kept, prefix, classes)
+    if not held_out:
+        return Splits(name, train)
+    return Splits(name, train, _source(name, "test", base, sorted(held_out), prefix, classes, like=train))
+
+
+def _source(
+    name: str,
+    split: str,
+    base: Path,
+    files: list[str],
+    prefix: str,
+    classes: list[str] | None,
+    like: Source | None = None,
+) -> FolderSource:
+    """Files below `base/prefix`, labelled by their folder where there are classes."""
+    labels = None
+    if classes is not None:
+        number = {label: k for k, label in enumerate(classes)}
+        folders = [file.split("/")[0] for file in files]
+        unknown = sorted(set(folders) - set(number))
+        if unknown:
+            raise DataError(
+                f"folder:{base}: {prefix}{unknown[0]} is not a class of the training set; "
+                f"its classes are {', '.join(classes[:10])}{' ...' if len(classes) > 10 else ''}"
+            )
+        labels = np.array([number[folder] for folder in folders], np.int64)
+    paths = [prefix + file for file in files]
+    return FolderSource(name, split, base, paths, classes=classes, labels=labels, like=like)
+
+
+def _hold_out(files: list[str]) -> set[str]:
+    """A tenth of every class (at least one image where a class has two), chosen by the hash of the path."""
+    order = sorted(files, key=lambda file: hashlib.blake2b(file.encode()).digest())
+    counts = Counter(file.split("/")[0] for file in files)
+    quota = {k: max(1, round(_HELD_OUT * n)) if n >= 2 else 0 for k, n in counts.items()}
+    chosen = set()
+    for file in order:
+        folder = file.split("/")[0]
+        if quota[folder] > 0:
+            quota[folder] -= 1
+            chosen.add(file)
+    return chosen

@@ -1,0 +1,319 @@
+"""Hugging Face parquet files, local (`parquet:PATH`) or from the Hub (`hf:NAME`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from residua.data.arrays import cache_dir
+from residua.data.errors import DataError, did_you_mean
+from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
+
+_SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    "valid": "valid",
+    "val": "valid",
+    "validation": "valid",
+    "dev": "valid",
+}
+_LABEL_NAMES = ("label", "fine_label", "labels")
+_SPILL_SHARE = 0.25  # of the machine's memory; larger sets are mapped from a file instead
+
+
+class ParquetSource(EncodedSource):
+    """Rows of some parquet files; encoded images are held in memory, or memory-mapped when there are many."""
+
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        files: list[Path],
+        *,
+        image: str,
+        classes: list[str] | None,
+        labels: np.ndarray | None,
+        like: Source | None = None,
+    ) -> None:
+        self.files, self.image = files, image
+        self._open()
+        super().__init__(name, split, int(self._starts[-1]), classes=classes, labels=labels, like=like)
+
+    def encoded(self, i: int) -> bytes | Path:
+        chunk = int(np.searchsorted(self._starts, i, side="right")) - 1
+        row = i - int(self._starts[chunk])
+        data, paths = self._chunks[chunk]
+        value = data[row].as_py()
+        if value is None and paths is not None and paths[row].as_py():
+            return self.files[0].parent / paths[row].as_py()
+        return value or b""
+
+    def identify(self, i: int) -> str:
+        return f"{self.split}/{i:06d}"
+
+    def weights(self) -> np.ndarray:
+        import pyarrow.compute as pc
+
+        lengths = [pc.fill_null(pc.binary_length(data), -1).to_numpy() for data, _ in self._chunks]
+        return np.concatenate(lengths).astype(np.int64)
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(
+            _content_key(self.files), self.image, self.labels if self.labels is not None else "none"
+        )
+
+    def _open(self) -> None:
+        size = sum(_column_bytes(file, self.image) for file in self.files)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        columns = (
+            _spilled(self.files, self.image)
+            if size > _SPILL_SHARE * memory
+            else _rows(self.files, self.image)
+        )
+        self._chunks = [_bytes_and_paths(column) for column in columns]
+        self._starts = np.cumsum([0] + [len(data) for data, _ in self._chunks])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_chunks", "_starts")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+
+def load_parquet(
+    path: str, *, image: str | None = None, label: str | None = None, name: str | None = None
+) -> Splits:
+    """A parquet file or a folder of them; names tell the splits (`train-*`, `test-*`, `valid*-*`)."""
+    base = Path(path).expanduser()
+    if not base.exists():
+        raise DataError(f"parquet:{path}: {base} does not exist; give a .parquet file or a folder of them")
+    files = [base] if base.is_file() else sorted(base.rglob("*.parquet"))
+    if not files:
+        raise DataError(f"parquet:{path}: no .parquet files in {base}")
+    root = base.parent if base.is_file() else base
+    groups: dict[str, list[Path]] = {}
+    for file in files:
+        groups.setdefault(split_of(file.relative_to(root).as_posix()), []).append(file)
+    name = name or (base.stem if base.is_file() else base.resolve().name)
+    return _load_groups(name, groups, image, label)
+
+
+def load_hub(
+    name: str,
+    *,
+    image: str | None = None,
+    label: str | None = None,
+    config: str | None = None,
+    revision: str | None = None,
+) -> Splits:
+    """A data set of the Hugging Face Hub: its parquet files, or those that the Hub converted it to."""
+    import huggingface_hub as hub
+
+    revisions = [revision] if revision else [None, "refs/convert/parquet"]
+    files: list[str] = []
+    try:
+        for at in revisions:
+            listed = hub.HfApi().list_repo_files(name, repo_type="dataset", revision=at)
+            files = sorted(file for file in listed if file.endswith(".parquet"))
+            if files:
+                break
+        files = _one_config(name, files, config)
+        local = {file: hub.hf_hub_download(name, file, repo_type="dataset", revision=at) for file in files}
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"hf:{name}: the Hub answered {type(error).__name__}: {error}; "
+            "check the name (owner/data-set), the network, and your login if it is gated"
+        ) from error
+    groups: dict[str, list[Path]] = {}
+    for file in files:
+        groups.setdefault(split_of(file), []).append(Path(local[file]))
+    return _load_groups(name, groups, image, label)
+
+
+def split_of(file: str) -> str:
+    """`data/test-00000-of-00002.parquet`, `default/test/0000.parquet` -> `test`; else `train`."""
+    for part in reversed(Path(file).with_suffix("").parts):
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in _SPLIT_WORDS:
+                return _SPLIT_WORDS[word]
+    return "train"
+
+
+def _one_config(name: str, files: list[str], config: str | None) -> list[str]:
+    """The files of one configuration; top-level folders other than `data` name them."""
+    if not files:
+        raise DataError(f"hf:{name}: no parquet files; download it and use folder:PATH or parquet:PATH")
+    named = {file: Path(file).parts[0] if len(Path(file).parts) > 1 else "data" for file in files}
+    configs = sorted(set(named.values()) - set(_SPLIT_WORDS))
+    if config is None and len(configs) <= 1:
+        return files
+    if config is None and "default" in configs:
+        config = "default"
+    if config not in configs:
+        given = f"no configuration {config!r}" if config else "several configurations"
+        raise DataError(f"hf:{name}: {given}; choose with hf:{name}?config=NAME from {', '.join(configs)}")
+    return [file for file in files if named[file] == config]
+
+
+def _load_groups(name: str, groups: dict[str, list[Path]], image: str | None, label: str | None) -> Splits:
+    if "train" not in groups:
+        raise DataError(
+            f"{name}: no training files among {', '.join(sorted(groups))}; name them train-*.parquet"
+        )
+    image, label, classes = _columns(name, groups["train"][0], image, label)
+    labels, classes = _labels(name, groups["train"], label, classes)
+    train = ParquetSource(name, "train", groups["train"], image=image, classes=classes, labels=labels)
+    fallback: Source | None = None
+    for split in ("test", "valid"):
+        if split not in groups:
+            continue
+        test_labels, _ = _labels(name, groups[split], label, classes)
+        test = ParquetSource(
+            name, split, groups[split], image=image, classes=classes, labels=test_labels, like=train
+        )
+        if test_labels is not None or labels is None:
+            return Splits(name, train, test)
+        fallback = fallback or test  # a test split without labels is used only if there is no better
+    return Splits(name, train, fallback)
+
+
+def _columns(
+    name: str, file: Path, image: str | None, label: str | None
+) -> tuple[str, str | None, list[str] | None]:
+    """Image column, label column (None if there is none) and class names (None if they are not given)."""
+    schema = _schema(file)
+    features = (
+        json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    )
+    for given, what in ((image, "image"), (label, "label")):
+        if given is not None and given not in schema.names:
+            raise DataError(f"{name}: no column {given!r} for {what}; {did_you_mean(given, schema.names)}")
+    if image is None:
+        declared = [key for key, value in features.items() if _type(value) == "Image" and key in schema.names]
+        found = declared or [field.name for field in schema if _holds_images(field.type)]
+        if not found:
+            raise DataError(
+                f"{name}: no column of images ({{bytes, path}}) among {', '.join(schema.names)}; "
+                "choose with ?image=NAME"
+            )
+        image = found[0]
+    if label is None:
+        declared = [
+            key for key, value in features.items() if _type(value) == "ClassLabel" and key in schema.names
+        ]
+        integers = [field.name for field in schema if pa.types.is_integer(field.type)]
+        choices = [key for key in _LABEL_NAMES if key in declared] + declared
+        choices += [key for key in _LABEL_NAMES if key in integers]
+        label = choices[0] if choices else None
+    classes = (
+        features.get(label, {}).get("names") if label and isinstance(features.get(label), dict) else None
+    )
+    return image, label, list(classes) if classes else None
+
+
+def _labels(
+    name: str, files: list[Path], label: str | None, classes: list[str] | None
+) -> tuple[np.ndarray | None, list[str] | None]:
+    if label is None:
+        return None, None
+    values = np.concatenate([pq.read_table(file, columns=[label])[label].to_numpy() for file in files])
+    if values.dtype.kind in "OUS":
+        words = values.astype(str)
+        classes = sorted(set(words)) if classes is None else classes
+        number = {word: k for k, word in enumerate(classes)}
+        unknown = sorted(set(words) - set(number))
+        if unknown:
+            raise DataError(f"{name}: {label} {unknown[0]!r} does not occur in the training set")
+        return np.array([number[word] for word in words], np.int64), classes
+    if values.dtype.kind not in "iu":
+        raise DataError(
+            f"{name}: column {label!r} holds {values.dtype}, expected class numbers; choose with ?label=NAME"
+        )
+    if len(values) == 0 or values.min() < 0:  # -1 marks "unknown"
+        return None, classes
+    if classes is None:
+        classes = [str(k) for k in range(int(values.max()) + 1)]
+    if values.max() >= len(classes):
+        raise DataError(f"{name}: {label} {values.max()} where there are {len(classes)} classes")
+    return values.astype(np.int64), classes
+
+
+def _type(feature: object) -> str | None:
+    return feature.get("_type") if isinstance(feature, dict) else None
+
+
+def _holds_images(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return "bytes" in [kind.field(k).name for k in range(kind.num_fields)]
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _schema(file: Path) -> pa.Schema:
+    try:
+        return pq.read_schema(file)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{file} is not a readable parquet file: {error}") from error
+
+
+def _column_bytes(file: Path, image: str) -> int:
+    meta = pq.read_metadata(file)
+    total = 0
+    for g in range(meta.num_row_groups):
+        columns = (meta.row_group(g).column(c) for c in range(meta.num_columns))
+        total += sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == image)
+    return total
+
+
+def _rows(files: list[Path], image: str) -> Iterable[pa.Array]:
+    """The image column, one array per row group."""
+    for file in files:
+        parquet = pq.ParquetFile(file, memory_map=True)
+        for g in range(parquet.num_row_groups):
+            yield from parquet.read_row_group(g, columns=[image])[image].chunks
+
+
+def _spilled(files: list[Path], image: str) -> Iterable[pa.Array]:
+    """The image column from an uncompressed Arrow file in the cache (written once), memory-mapped."""
+    target = cache_dir() / "arrow" / f"{fingerprint_of(_content_key(files), image)}.arrow"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(f".{os.getpid()}.partial")
+        schema = pa.schema([_schema(files[0]).field(image)])
+        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            for column in _rows(files, image):
+                writer.write_batch(pa.record_batch([column], schema=schema))
+        partial.replace(target)
+    reader = pa.ipc.open_file(pa.memory_map(str(target)))
+    return [reader.get_batch(k).column(0) for k in range(reader.num_record_batches)]
+
+
+def _bytes_and_paths(column: pa.Array) -> tuple[pa.Array, pa.Array | None]:
+    if not pa.types.is_struct(column.type):
+        return column, None
+    names = [column.type.field(k).name for k in range(column.type.num_fields)]
+    return column.field("bytes"), column.field("path") if "path" in names else None
+
+
+def _content_key(files: list[Path]) -> list[tuple[str, int, str]]:
+    """Name, size and footer (which holds per-column sizes and statistics) of every file."""
+    key = []
+    for file in files:
+        size = file.stat().st_size
+        with file.open("rb") as handle:
+            handle.seek(max(0, size - (1 << 16)))
+            key.append((file.name, size, hashlib.blake2b(handle.read(), digest_size=16).hexdigest()))
+    return key

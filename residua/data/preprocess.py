@@ -1,0 +1,120 @@
+"""What turns a user's image into a model's input; it travels with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from residua.data import decode
+from residua.data.augment import Batch, center_view, pair, per_channel
+from residua.data.errors import BadImage, DataError
+
+ImageLike = Image.Image | str | Path | np.ndarray
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Central crop, resize and normalisation, with the numbers of `augment.center_view`.
+
+        pre = Preprocessing((64, 64), mean=(0.5,) * 3, std=(0.25,) * 3)
+        x = pre("cat.jpg")                 # (3, 64, 64)
+        x = pre(["cat.jpg", "dog.png"])    # (2, 3, 64, 64)
+
+    Arrays are (H, W) or (H, W, C): uint8, uint16, or floats in [0, 1].
+    """
+
+    img_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    in_chans: int = 3
+    crop_pct: float = 1.0
+    interpolation: str = "bicubic"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "img_size", pair(self.img_size))
+        for field in ("mean", "std"):
+            values = tuple(float(value) for value in getattr(self, field))
+            if len(values) != self.in_chans:
+                raise DataError(f"{field} has {len(values)} values for {self.in_chans} channels")
+            object.__setattr__(self, field, values)
+
+    def __call__(self, image: ImageLike | Sequence[ImageLike]) -> Tensor:
+        if isinstance(image, Image.Image | str | Path | np.ndarray):
+            return self._batch([image])[0]
+        return self._batch(list(image))
+
+    def denormalize(self, x: Tensor) -> Tensor:
+        """Normalised (..., C, h, w) back to [0, 1], clipped, for display."""
+        return (x * per_channel(self.std, x) + per_channel(self.mean, x)).clamp(0, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON."""
+        return {
+            key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Preprocessing:
+        """The reverse of `to_dict`."""
+        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**known)
+
+    def _batch(self, images: list[ImageLike]) -> Tensor:
+        if not images:
+            raise DataError("no images given")
+        arrays = [self._read(image) for image in images]
+        pixels, sizes = to_canvas(arrays)
+        batch = Batch(pixels, sizes, torch.arange(len(arrays)))
+        return center_view(batch, self.img_size, self.mean, self.std, self.crop_pct, self.interpolation)
+
+    def _read(self, image: ImageLike) -> np.ndarray:
+        target = max(self.img_size)
+        where = str(image) if isinstance(image, str | Path) else type(image).__name__
+        try:
+            if isinstance(image, Image.Image):
+                array = decode.from_pil(image, target)
+            elif isinstance(image, np.ndarray):
+                array = decode.from_array(image, target)
+            else:
+                array = decode.decode(Path(image).expanduser(), where, target)
+            return decode.conform(array, self.in_chans, array.dtype)
+        except BadImage:
+            raise
+        except (ValueError, OSError) as error:
+            raise BadImage(where, error) from error
+
+
+def to_canvas(images: Sequence[np.ndarray], canvas: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+    """(H, W, C) arrays as one (B, C, H, W) tensor with their sizes (B, 2).
+
+    uint8 stays so if all are; otherwise float32 in [0, 1]. The canvas is as large as the largest image unless
+    given; an image larger than that is shrunk to fit.
+    """
+    if canvas is None:
+        canvas = (max(image.shape[0] for image in images), max(image.shape[1] for image in images))
+    images = [_fit(image, *canvas) for image in images]
+    plain = all(image.dtype == np.uint8 for image in images)
+    if plain and all(image.shape[:2] == canvas for image in images):
+        stacked = np.stack(images)
+    else:
+        dtype = np.uint8 if plain else np.float32
+        stacked = np.zeros((len(images), *canvas, images[0].shape[2]), dtype)
+        for row, image in zip(stacked, images):
+            row[: image.shape[0], : image.shape[1]] = image if plain else decode.to_unit(image)
+    sizes = torch.tensor([image.shape[:2] for image in images], dtype=torch.int64)
+    return torch.from_numpy(stacked).permute(0, 3, 1, 2).contiguous(), sizes
+
+
+def _fit(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    h, w = image.shape[:2]
+    factor = min(1.0, height / h, width / w)
+    if factor == 1.0:
+        return image
+    return decode.resize(image, min(height, max(1, round(h * factor))), min(width, max(1, round(w * factor))))

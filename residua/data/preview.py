@@ -1,0 +1,67 @@
+"""A page of images as they are, or as training sees them, for `residua data preview`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from residua.data.augment import Batch, ImgSize, center_view, train_view
+from residua.data.decode import shrunk_size
+from residua.data.preprocess import to_canvas
+from residua.data.source import Source, Splits, evenly
+
+_GAP = 2  # pixels between images
+
+
+def preview(
+    splits: Splits,
+    path: str | Path,
+    *,
+    n: int = 64,
+    img_size: ImgSize | None = None,
+    augmented: bool = False,
+    seed: int = 0,
+) -> Path:
+    """Write a PNG grid of `n` training images, spread over the set; `augmented` shows random crops."""
+    source = splits.train
+    if img_size is None:
+        img_size = shrunk_size(*source.typical_size(), 64)
+    index = evenly(len(source), n)
+    target = img_size if isinstance(img_size, int) else max(img_size)
+    pixels, sizes = to_canvas([source.read(i, target) for i in index])
+    batch = Batch(pixels, sizes, torch.tensor(index))
+    mean, std = [0.0] * source.channels, [1.0] * source.channels
+    if augmented:
+        views = train_view(batch, img_size, mean, std, seed=seed, epoch=0)
+    else:
+        views = center_view(batch, img_size, mean, std)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    grid(_displayable(views, source)).save(path)
+    return path
+
+
+def grid(images: Tensor) -> Image.Image:
+    """(N, 3, h, w) in [0, 1] as one picture, as square as can be."""
+    count, _, height, width = images.shape
+    columns = math.ceil(math.sqrt(count * height / width))
+    rows = math.ceil(count / columns)
+    page = np.full((rows * (height + _GAP) + _GAP, columns * (width + _GAP) + _GAP, 3), 255, np.uint8)
+    tiles = (images.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    for k, tile in enumerate(tiles):
+        top, left = (k // columns) * (height + _GAP) + _GAP, (k % columns) * (width + _GAP) + _GAP
+        page[top : top + height, left : left + width] = tile
+    return Image.fromarray(page)
+
+
+def _displayable(views: Tensor, source: Source) -> Tensor:
+    """Three channels (the first three of many); floats stretched to their range."""
+    if source.dtype != np.uint8:
+        low, high = views.amin(dim=(0, 2, 3), keepdim=True), views.amax(dim=(0, 2, 3), keepdim=True)
+        views = (views - low) / (high - low).clamp(min=1e-12)
+    return views[:, :3] if source.channels >= 3 else views[:, :1].expand(-1, 3, -1, -1)

@@ -1,0 +1,314 @@
+"""A set of images with what is known about it: the object every reader returns."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from residua.data import decode
+from residua.data.errors import BadImage, DataError
+
+Stats = tuple[tuple[float, ...], tuple[float, ...]]
+T = TypeVar("T")
+
+_PROBED = 1024  # headers looked at to learn sizes and channels
+_STAT_IMAGES = 4096  # images that channel statistics are taken from, at most
+_STAT_PIXELS = 400e6  # and about so many pixels, but never fewer than 256 images
+
+
+@dataclass
+class Splits:
+    """The two halves of a data set; `test` is None where there is nothing to test on."""
+
+    name: str
+    train: Source
+    test: Source | None = None
+
+
+class Source(ABC):
+    """Images by number, with labels where they exist.
+
+    `dtype` is what `read` returns (uint8, uint16 or float32), `labels` are int64 of shape (N,).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        *,
+        channels: int,
+        dtype: np.dtype | type = np.uint8,
+        classes: Sequence[str] | None = None,
+        labels: np.ndarray | None = None,
+    ) -> None:
+        self.name, self.split, self.channels = name, split, channels
+        self.dtype = np.dtype(dtype)
+        self.classes = None if classes is None else list(classes)
+        self.labels = None if labels is None else np.asarray(labels, np.int64)
+        self._stats: dict[int, Stats] = {}
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, i: int, target: int | None = None) -> np.ndarray:
+        """Image `i` as (H, W, C); with `target`, shrunk if it is much larger (see `decode.shrunk_size`)."""
+
+    @abstractmethod
+    def size(self, i: int) -> tuple[int, int]:
+        """(height, width) of image `i`, without decoding it where that is possible."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A key that changes when the images or labels do, for caches of what was computed from them."""
+
+    def identify(self, i: int) -> str:
+        """A name for image `i` that a person can look up."""
+        return f"{self.split}/{i:06d}"
+
+    def mask(self, i: int) -> np.ndarray | None:
+        """Pixel labels (H, W) of image `i`, 0 = background, k + 1 = class k; None where there are none."""
+        return None
+
+    def array(self) -> np.ndarray | None:
+        """All images as one (N, H, W, C) array where they are held so, else None."""
+        return None
+
+    def weights(self) -> np.ndarray:
+        """A cheap number per image that differs only if the images do (encoded length)."""
+        return np.zeros(len(self), np.int64)
+
+    def digest(self, i: int) -> bytes:
+        """Hash of image `i`'s content."""
+        image = np.ascontiguousarray(self.read(i))
+        return hashlib.blake2b(image.tobytes() + str(image.shape).encode(), digest_size=16).digest()
+
+    def sizes(self) -> np.ndarray:
+        """(height, width) of an even sample of images, int64 of shape (n, 2)."""
+        found = []
+        for i in evenly(len(self), _PROBED):
+            try:
+                found.append(self.size(i))
+            except BadImage:
+                continue
+        if not found:
+            self.size(0)  # raises and names the image
+        return np.array(found, np.int64)
+
+    def typical_size(self) -> tuple[int, int]:
+        """Median (height, width)."""
+        height, width = np.median(self.sizes(), axis=0)
+        return int(height), int(width)
+
+    def subset(self, indices: Iterable[int] | np.ndarray) -> Source:
+        """The images with these numbers, in this order."""
+        return Subset(self, np.asarray(list(indices), np.int64))
+
+    def stats(self, seed: int = 0) -> Stats:
+        """(mean, std) per channel with pixels scaled to [0, 1], from at most 4096 images chosen by `seed`.
+
+        Images larger than 512 px are shrunk first, as they are for training.
+        """
+        if seed not in self._stats:
+            self._stats[seed] = self._compute_stats(seed)
+        return self._stats[seed]
+
+    def _compute_stats(self, seed: int) -> Stats:
+        height, width = self.typical_size()
+        budget = max(256, int(_STAT_PIXELS / (height * width)))
+        n = min(len(self), _STAT_IMAGES, budget)
+        chosen = np.sort(np.random.default_rng(seed).permutation(len(self))[:n])
+
+        def moments(i: int) -> np.ndarray | None:
+            try:
+                image = decode.to_unit(self.read(i, target=256)).reshape(-1, self.channels).astype(np.float64)
+            except BadImage:
+                return None
+            return np.stack(
+                [image.sum(0), np.square(image).sum(0), np.full(self.channels, float(len(image)))]
+            )
+
+        parts = [part for part in threaded(moments, chosen.tolist()) if part is not None]
+        if not parts:
+            self.read(int(chosen[0]))  # raises and names the image
+        return moments_to_stats(np.sum(parts, axis=0))
+
+
+class Subset(Source):
+    """Some images of another source."""
+
+    def __init__(self, parent: Source, indices: np.ndarray) -> None:
+        if len(indices) and not (indices.min() >= 0 and indices.max() < len(parent)):
+            raise DataError(f"subset of {parent.name}: indices must lie in 0..{len(parent) - 1}")
+        labels = None if parent.labels is None else parent.labels[indices]
+        super().__init__(
+            parent.name,
+            parent.split,
+            channels=parent.channels,
+            dtype=parent.dtype,
+            classes=parent.classes,
+            labels=labels,
+        )
+        self.parent, self.indices = parent, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, i: int, target: int | None = None) -> np.ndarray:
+        return self.parent.read(int(self.indices[i]), target)
+
+    def size(self, i: int) -> tuple[int, int]:
+        return self.parent.size(int(self.indices[i]))
+
+    def identify(self, i: int) -> str:
+        return self.parent.identify(int(self.indices[i]))
+
+    def mask(self, i: int) -> np.ndarray | None:
+        return self.parent.mask(int(self.indices[i]))
+
+    def array(self) -> np.ndarray | None:
+        whole = self.parent.array()
+        return None if whole is None else whole[self.indices]
+
+    def weights(self) -> np.ndarray:
+        return self.parent.weights()[self.indices]
+
+    def digest(self, i: int) -> bytes:
+        return self.parent.digest(int(self.indices[i]))
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.parent.fingerprint(), self.indices)
+
+
+class EncodedSource(Source):
+    """Images kept as files or byte strings and decoded when read.
+
+    Channels and dtype are learnt from the headers of an even sample: one colour image makes the set colour,
+    one 16-bit image makes it 16-bit. A test split takes them from its training split (`like`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        count: int,
+        *,
+        classes: Sequence[str] | None,
+        labels: np.ndarray | None,
+        like: Source | None = None,
+    ) -> None:
+        self.split, self._count = split, count  # probing needs both
+        if like is None:
+            channels, dtype = self._probe()
+        else:
+            channels, dtype = like.channels, like.dtype
+        super().__init__(name, split, channels=channels, dtype=dtype, classes=classes, labels=labels)
+
+    @abstractmethod
+    def encoded(self, i: int) -> bytes | Path:
+        """Image `i` as stored."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def size(self, i: int) -> tuple[int, int]:
+        head = decode.header(self.encoded(i), self.identify(i))
+        return head.height, head.width
+
+    def read(self, i: int, target: int | None = None) -> np.ndarray:
+        image = decode.decode(self.encoded(i), self.identify(i), target)
+        try:
+            return decode.conform(image, self.channels, self.dtype)
+        except ValueError as error:
+            raise BadImage(self.identify(i), error) from error
+
+    def digest(self, i: int) -> bytes:
+        data = self.encoded(i)
+        data = data.read_bytes() if isinstance(data, Path) else data
+        return hashlib.blake2b(data, digest_size=16).digest()
+
+    def _probe(self) -> tuple[int, np.dtype]:
+        heads: dict[decode.Header, str] = {}
+        first_error: BadImage | None = None
+        for i in evenly(self._count, _PROBED):
+            try:
+                heads.setdefault(decode.header(self.encoded(i), self.identify(i)), self.identify(i))
+            except BadImage as error:
+                first_error = first_error or error
+        if not heads:
+            raise first_error or DataError("no images")
+        channels = {head.channels: where for head, where in heads.items()}
+        if max(channels) > 64:
+            raise DataError(
+                f"{channels[max(channels)]} has {max(channels)} channels; "
+                "arrays must be (H, W, C), channels last"
+            )
+        if len(channels) > 1 and set(channels) != {1, 3}:
+            example = ", ".join(f"{where} has {count}" for count, where in sorted(channels.items()))
+            raise DataError(
+                f"images differ in their number of channels: {example}; keep one kind per data set"
+            )
+        dtypes = {head.dtype for head in heads}
+        dtype = next(name for name in ("float32", "uint16", "uint8") if name in dtypes)
+        return max(channels), np.dtype(dtype)
+
+
+def count_shared(train: Source, test: Source) -> int:
+    """How many test images also occur in the training set, by content (encoded bytes, else pixels).
+
+    Only images whose encoded length occurs in both sets are hashed.
+    """
+    train_weights, test_weights = train.weights(), test.weights()
+    common = np.intersect1d(train_weights, test_weights)
+    train_candidates = np.flatnonzero(np.isin(train_weights, common)).tolist()
+    test_candidates = np.flatnonzero(np.isin(test_weights, common)).tolist()
+    seen = set(_digests(train, train_candidates))
+    return sum(digest in seen for digest in _digests(test, test_candidates))
+
+
+def _digests(source: Source, indices: list[int]) -> Iterator[bytes]:
+    for i in indices:
+        try:
+            yield source.digest(i)
+        except BadImage:
+            continue
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """Up to `most` numbers spread over `range(count)`."""
+    if count <= most:
+        return list(range(count))
+    return np.linspace(0, count - 1, most).astype(int).tolist()
+
+
+def threaded(function: Callable[[int], T], items: Sequence[int]) -> list[T]:
+    """`[function(i) for i in items]` on all cores (decoders release the interpreter lock)."""
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:
+        return list(pool.map(function, items))
+
+
+def moments_to_stats(moments: np.ndarray) -> Stats:
+    """(mean, std) from rows sum, sum of squares, count."""
+    total, squares, count = moments
+    mean = total / count
+    std = np.sqrt(np.maximum(squares / count - mean**2, 1e-12))
+    return tuple(mean.tolist()), tuple(std.tolist())
+
+
+def fingerprint_of(*parts: object) -> str:
+    """Hash of strings, numbers and arrays."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(
+            np.ascontiguousarray(part).tobytes() if isinstance(part, np.ndarray) else repr(part).encode()
+        )
+        state.update(b"\0")
+    return state.hexdigest()

@@ -1,0 +1,186 @@
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torchvision.transforms import InterpolationMode, RandomResizedCrop
+from torchvision.transforms import functional as TF
+
+from residua.data import rng
+from residua.data.augment import (
+    CROP_LANES,
+    Batch,
+    center_boxes,
+    center_view,
+    random_resized_crop_boxes,
+    resample,
+    train_view,
+)
+
+MODES = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
+BOXES = [(0, 0, 48, 40), (3, 5, 20, 31), (10, 2, 7, 5), (47, 39, 1, 1), (0, 8, 48, 3)]
+
+
+def pictures(count: int, channels: int = 3, height: int = 48, width: int = 40) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count, channels, height, width), generator=generator, dtype=torch.uint8)
+
+
+def batch_of(pixels: torch.Tensor, start: int = 0) -> Batch:
+    count, _, height, width = pixels.shape
+    return Batch(pixels, torch.tensor([[height, width]]).repeat(count, 1), torch.arange(start, start + count))
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("out_size", [(16, 16), (64, 56), (33, 9)])
+def test_resample_equals_torchvision(interpolation, out_size):
+    pixels = pictures(len(BOXES))
+    ours = resample(pixels.float() / 255, torch.tensor(BOXES), out_size, interpolation=interpolation)
+    for image, box, mine in zip(pixels, BOXES, ours):
+        theirs = TF.resized_crop(
+            image.float() / 255, *box, list(out_size), MODES[interpolation], antialias=True
+        )
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_resample_of_uint8_equals_torchvision_to_rounding(interpolation):
+    pixels = pictures(len(BOXES))
+    ours = resample(pixels, torch.tensor(BOXES), 24, interpolation=interpolation)
+    for image, box, mine in zip(pixels, BOXES, ours):
+        theirs = TF.resized_crop(image, *box, [24, 24], MODES[interpolation], antialias=True)
+        assert (mine * 255 - theirs).abs().max() <= 1.5  # theirs rounds between the axes and at the end
+
+
+def test_flip_mirrors():
+    pixels, boxes = pictures(4), torch.tensor([BOXES[1]] * 4)
+    plain = resample(pixels, boxes, (20, 28))
+    mirrored = resample(pixels, boxes, (20, 28), flip=torch.tensor([True, False, True, False]))
+    torch.testing.assert_close(mirrored[::2], plain[::2].flip(-1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(mirrored[1::2], plain[1::2])
+
+
+def test_whole_box_at_its_own_size_is_the_image():
+    pixels = pictures(2)
+    boxes = torch.tensor([[0, 0, 48, 40]] * 2)
+    torch.testing.assert_close(resample(pixels, boxes, (48, 40)), pixels.float() / 255, atol=1e-6, rtol=0)
+
+
+def test_padding_is_never_seen():
+    image = pictures(1, height=30, width=22)
+    canvas = torch.full((1, 3, 48, 40), 255, dtype=torch.uint8)
+    canvas[:, :, :30, :22] = image
+    box = torch.tensor([[2, 1, 28, 21]])
+    torch.testing.assert_close(resample(canvas, box, 16), resample(image, box, 16), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "scale"),
+    [
+        (64, 64, (0.2, 1.0)),
+        (40, 90, (0.2, 1.0)),
+        (200, 20, (0.5, 1.0)),
+        (20, 200, (0.2, 1.0)),
+        (5, 7, (0.08, 1.0)),
+    ],
+)
+def test_boxes_are_distributed_as_torchvisions(height, width, scale):
+    count = 4000
+    torch.manual_seed(0)
+    ratio = (3 / 4, 4 / 3)
+    image = torch.zeros(1, height, width)
+    params = [RandomResizedCrop.get_params(image, list(scale), list(ratio)) for _ in range(count)]
+    theirs = np.array(params, float)
+    u = rng.uniform(0, 0, torch.arange(count), CROP_LANES, "crop")
+    sizes = torch.tensor([[height, width]]).repeat(count, 1)
+    ours = random_resized_crop_boxes(u, sizes, scale, ratio).double().numpy()
+    assert (ours == ours.round()).all()
+    assert (ours[:, :2] >= 0).all()
+    assert (ours[:, 2:] >= 1).all()
+    assert (ours[:, 0] + ours[:, 2] <= height).all()
+    assert (ours[:, 1] + ours[:, 3] <= width).all()
+    probes = [lambda b, k=k: b[:, k] for k in range(4)] + [
+        lambda b: b[:, 2] * b[:, 3],
+        lambda b: b[:, 2] / b[:, 3],
+    ]
+    for probe in probes:
+        assert stats.ks_2samp(probe(ours), probe(theirs)).pvalue > 1e-3
+
+
+def test_fallback_box_equals_torchvisions():
+    """An image so thin that no attempt fits: the box is then not random."""
+    for height, width in ((300, 10), (10, 300)):
+        theirs = RandomResizedCrop.get_params(torch.zeros(1, height, width), [0.9, 1.0], [3 / 4, 4 / 3])
+        u = rng.uniform(1, 0, torch.arange(8), CROP_LANES, "crop")
+        ours = random_resized_crop_boxes(u, torch.tensor([[height, width]] * 8), (0.9, 1.0))
+        assert (ours == torch.tensor(theirs)).all()
+
+
+def test_center_boxes():
+    sizes = torch.tensor([[100, 60], [32, 32], [30, 90]])
+    assert center_boxes(sizes, 32).tolist() == [[20, 0, 60, 60], [0, 0, 32, 32], [0, 30, 30, 30]]
+    assert center_boxes(sizes, (32, 64)).tolist() == [[35, 0, 30, 60], [8, 0, 16, 32], [0, 15, 30, 60]]
+    assert center_boxes(sizes[:1], 32, crop_pct=0.8).tolist() == [[26, 6, 48, 48]]
+
+
+def test_center_view_of_a_fitting_image_only_normalises():
+    pixels = pictures(3, height=32, width=32)
+    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
+    view = center_view(batch_of(pixels), 32, mean, std)
+    torch.testing.assert_close(view, TF.normalize(pixels / 255, mean, std), atol=1e-5, rtol=0)
+    assert view.is_contiguous()
+
+
+def test_train_view_depends_only_on_seed_epoch_and_index():
+    pixels = pictures(6)
+    whole = train_view(batch_of(pixels), 24, (0.5,) * 3, (0.5,) * 3, seed=1, epoch=2)
+    part = train_view(batch_of(pixels[4:], start=4), 24, (0.5,) * 3, (0.5,) * 3, seed=1, epoch=2)
+    torch.testing.assert_close(part, whole[4:])
+    for seed, epoch in ((1, 3), (2, 2)):
+        other = train_view(batch_of(pixels), 24, (0.5,) * 3, (0.5,) * 3, seed=seed, epoch=epoch)
+        assert not torch.allclose(other, whole, atol=0.1)
+
+
+def test_train_view_is_crop_flip_normalise_of_torchvision():
+    pixels = pictures(16)
+    batch = batch_of(pixels)
+    view = train_view(batch, 24, (0.5,) * 3, (0.25,) * 3, seed=5, epoch=1, scale=(0.3, 1.0))
+    boxes = random_resized_crop_boxes(
+        rng.uniform(5, 1, batch.index, CROP_LANES, "crop"), batch.sizes, (0.3, 1.0)
+    )
+    flips = rng.uniform(5, 1, batch.index, 1, "flip")[:, 0] < 0.5
+    assert 0 < flips.sum() < 16
+    for image, box, flip, mine in zip(pixels, boxes.long().tolist(), flips, view):
+        crop = TF.resized_crop(image.float() / 255, *box, [24, 24], MODES["bicubic"], antialias=True).clamp(
+            0, 1
+        )
+        theirs = TF.normalize(TF.hflip(crop) if flip else crop, (0.5,) * 3, (0.25,) * 3)
+        torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=0)
+
+
+def test_any_number_of_channels_and_float_pixels():
+    pixels = torch.rand(2, 5, 20, 20) * 3
+    view = center_view(batch_of(pixels), 20, (0.0,) * 5, (1.0,) * 5)
+    torch.testing.assert_close(view, pixels, atol=1e-5, rtol=0)
+
+
+def test_autocast_does_not_coarsen_the_picture():
+    batch = batch_of(pictures(2))
+    plain = center_view(batch, 24, (0.5,) * 3, (0.5,) * 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(center_view(batch, 24, (0.5,) * 3, (0.5,) * 3), plain)
+
+
+def test_unknown_interpolation():
+    with pytest.raises(ValueError, match="bicubic"):
+        resample(pictures(1), torch.tensor([[0, 0, 8, 8]]), 8, interpolation="lanczos")
+
+
+def test_compiled_view_is_the_same():
+    batch = batch_of(pictures(8), start=10**9)
+
+    def view(batch: Batch, epoch: torch.Tensor) -> torch.Tensor:
+        return train_view(batch, 24, (0.5,) * 3, (0.5,) * 3, seed=0, epoch=epoch)
+
+    epoch = torch.full((8,), 3)
+    compiled = torch.compile(view, fullgraph=True, backend="aot_eager")(batch, epoch)
+    torch.testing.assert_close(compiled, view(batch, epoch))

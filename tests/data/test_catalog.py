@@ -1,0 +1,41 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from residua.data import DataError, load
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("cifar1000", "did you mean 'cifar100' or 'cifar10'"),
+        ("shape", "'shapes'"),
+        ("qwertz", "known: shapes, digits"),
+        ("folder", "write folder:PATH"),
+        ("hf:", "write hf:NAME"),
+        ("digits:here", "takes no path"),
+        ("shapes?sise=3", "did you mean 'size'"),
+        ("shapes?n=many", "expected a whole number"),
+        ("digits?n=3", "digits has none"),
+    ],
+)
+def test_wrong_spellings_are_explained(spec, message):
+    with pytest.raises(DataError) as caught:
+        load(spec)
+    assert message in str(caught.value)
+
+
+def test_a_bare_folder_is_recognised(tmp_path):
+    with pytest.raises(DataError, match=f"write 'folder:{tmp_path}'"):
+        load(str(tmp_path))
+
+
+def test_imagenet_folders(tmp_path):
+    for split, wnid in (("train", "n01"), ("train", "n02"), ("val", "n01"), ("val", "n02")):
+        (tmp_path / split / wnid).mkdir(parents=True)
+        Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / split / wnid / "x.JPEG")
+    splits = load(f"imagenet:{tmp_path}")
+    assert (splits.name, splits.train.classes) == ("imagenet", ["n01", "n02"])
+    assert splits.test.labels.tolist() == [0, 1]
+    with pytest.raises(DataError, match="does not exist"):
+        load(f"imagenet:{tmp_path}/nowhere")

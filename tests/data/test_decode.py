@@ -1,0 +1,146 @@
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from residua.data import decode
+from residua.data.errors import BadImage
+
+RNG = np.random.default_rng(0)
+COLOUR = RNG.integers(0, 256, (12, 20, 3), dtype=np.uint8)
+GREY16 = RNG.integers(0, 65536, (12, 20), dtype=np.uint16)
+
+
+def saved(image: Image.Image, format: str, **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("format", "options"), [("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {}), ("BMP", {})]
+)
+def test_lossless_formats_return_the_pixels(format, options):
+    data = saved(Image.fromarray(COLOUR), format, **options)
+    assert decode.header(data, "x") == (12, 20, 3, "uint8")
+    assert np.array_equal(decode.decode(data, "x"), COLOUR)
+
+
+def test_jpeg_is_close():
+    smooth = np.linspace(0, 255, 12 * 20).reshape(12, 20).astype(np.uint8)[..., None].repeat(3, 2)
+    found = decode.decode(saved(Image.fromarray(smooth), "JPEG", quality=95), "x")
+    assert np.abs(found.astype(int) - smooth).max() < 8
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF"])
+def test_sixteen_bits_are_kept(format):
+    data = saved(Image.fromarray(GREY16), format)
+    assert decode.header(data, "x") == (12, 20, 1, "uint16")
+    found = decode.decode(data, "x")
+    assert found.dtype == np.uint16
+    assert np.array_equal(found[..., 0], GREY16)
+
+
+def test_pages_of_a_grey_tiff_are_channels():
+    pages = [Image.fromarray(COLOUR[..., 0] // (k + 1)) for k in range(5)]
+    data = saved(pages[0], "TIFF", save_all=True, append_images=pages[1:])
+    assert decode.header(data, "x").channels == 5
+    assert np.array_equal(decode.decode(data, "x")[..., 4], COLOUR[..., 0] // 5)
+
+
+def test_transparency_is_laid_over_white():
+    rgba = np.dstack([COLOUR, np.full((12, 20), 0, np.uint8)])
+    rgba[:, :10, 3] = 255
+    found = decode.decode(saved(Image.fromarray(rgba, "RGBA"), "PNG"), "x")
+    assert np.array_equal(found[:, :10], COLOUR[:, :10])
+    assert (found[:, 10:] == 255).all()
+
+
+def test_palette_and_bilevel():
+    palette = Image.fromarray(COLOUR).quantize(16)
+    assert np.array_equal(decode.decode(saved(palette, "PNG"), "x"), np.asarray(palette.convert("RGB")))
+    bits = Image.fromarray(COLOUR[..., 0] > 127)
+    assert np.array_equal(decode.decode(saved(bits, "PNG"), "x")[..., 0], (COLOUR[..., 0] > 127) * 255)
+
+
+def test_exif_orientation_is_applied():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn clockwise to display
+    data = saved(Image.fromarray(COLOUR), "PNG", exif=exif)
+    assert decode.header(data, "x")[:2] == (20, 12)
+    assert np.array_equal(decode.decode(data, "x"), np.rot90(COLOUR, -1))
+
+
+def test_npy(tmp_path: Path):
+    for array in (COLOUR, GREY16, RNG.random((6, 7, 9)).astype(np.float32)):
+        np.save(tmp_path / "a.npy", array)
+        found = decode.decode(tmp_path / "a.npy", "a")
+        assert found.dtype == array.dtype
+        assert np.array_equal(found.squeeze(), array)
+        assert decode.header(tmp_path / "a.npy", "a")[:3] == found.shape
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((2, 3, 4, 5), np.uint8),
+        np.array([{}], object),
+        np.zeros((4, 4), np.int32),
+        np.full((4, 4), np.nan),
+    ],
+)
+def test_unusable_npy_names_the_file(tmp_path: Path, array):
+    np.save(tmp_path / "odd.npy", array, allow_pickle=True)
+    with pytest.raises(BadImage, match=r"odd\.npy"):
+        decode.decode(tmp_path / "odd.npy", str(tmp_path / "odd.npy"))
+
+
+@pytest.mark.parametrize("keep", [0, 10, 0.6])
+def test_broken_images_are_named(keep):
+    data = saved(Image.fromarray(RNG.integers(0, 256, (64, 64, 3), dtype=np.uint8)), "JPEG")
+    cut = data[: int(keep * len(data)) if keep < 1 else keep]
+    with pytest.raises(BadImage, match=r"cats/7\.jpg"):
+        decode.decode(cut, "cats/7.jpg")
+
+
+def test_shrinking_keeps_what_views_need():
+    assert decode.shrunk_size(100, 60, 64) == (100, 60)
+    assert decode.shrunk_size(512, 512, 64) == (128, 128)
+    assert decode.shrunk_size(300, 400, 64) == (128, 171)
+    assert decode.shrunk_size(100, 1000, 64) == (19, 192)
+    assert decode.shrunk_size(4000, 3000, None) == (4000, 3000)
+
+
+def test_jpeg_is_decoded_at_reduced_size_to_the_same_picture():
+    y, x = np.mgrid[:600, :900] / 100
+    photo = np.stack([np.sin(x + k) * np.cos(y * (k + 1) / 2) for k in range(3)], 2) * 100 + 128
+    data = saved(Image.fromarray(photo.astype(np.uint8)), "JPEG", quality=95)
+    small = decode.decode(data, "x", target=40)
+    assert small.shape == (80, 120, 3)
+    reference = Image.fromarray(decode.decode(data, "x")).resize((120, 80), Image.Resampling.BICUBIC)
+    assert np.abs(small.astype(float) - np.asarray(reference)).mean() < 1.5
+
+
+def test_resize_of_many_channels_is_that_of_each():
+    stack = np.concatenate([COLOUR, COLOUR[:, :, :2]], axis=2)
+    five = decode.resize(stack, 6, 9)
+    three = decode.resize(COLOUR, 6, 9)
+    assert np.abs(five[..., :3].astype(int) - three).max() <= 1
+
+
+def test_conform():
+    grey = COLOUR[..., :1]
+    assert np.array_equal(decode.conform(grey, 3, np.dtype(np.uint8)), grey.repeat(3, 2))
+    luminance = np.asarray(Image.fromarray(COLOUR).convert("L")).astype(int)
+    assert np.abs(decode.conform(COLOUR, 1, np.dtype(np.uint8))[..., 0] - luminance).max() <= 1
+    assert np.array_equal(decode.conform(grey, 1, np.dtype(np.uint16)), grey.astype(np.uint16) * 257)
+    assert decode.conform(grey, 1, np.dtype(np.float32)).max() <= 1
+    with pytest.raises(ValueError, match="5 channels"):
+        decode.conform(np.zeros((2, 2, 5), np.uint8), 3, np.dtype(np.uint8))
+
+
+def test_header_of_a_png_does_not_decode_it():
+    data = saved(Image.fromarray(COLOUR), "PNG")
+    assert decode.header(data[:60], "x") == (12, 20, 3, "uint8")

@@ -1,0 +1,184 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from residua.data import BadImage, DataError, Feed, feed, load
+from residua.data.arrays import ArraySource
+
+RNG = np.random.default_rng(0)
+BATCHES = [torch.tensor([3, 1, 2]), torch.tensor([9, 9]), torch.tensor([0])]
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Twelve photos of different sizes, one of them large."""
+    for k in range(12):
+        size = (90, 130) if k == 5 else (16 + k, 30 - k)
+        Image.fromarray(RNG.integers(0, 256, (*size, 3), dtype=np.uint8)).save(tmp_path / f"{k:02d}.png")
+    return tmp_path
+
+
+def spoil(folder, *numbers: int) -> None:
+    for k in numbers:
+        file = folder / f"{k:02d}.png"
+        file.write_bytes(file.read_bytes()[:100])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streaming_equals_resident(photos, workers):
+    source = load(f"folder:{photos}").train
+    resident = Feed(source, "cpu", img_size=16, resident=True)
+    stream = Feed(source, "cpu", img_size=16, resident=False, workers=workers)
+    for _ in range(2):  # workers persist
+        pairs = list(zip(resident.iterate(BATCHES), stream.iterate(BATCHES), strict=True))
+        assert len(pairs) == 3
+        for (ours, theirs), index in zip(pairs, BATCHES):
+            assert torch.equal(ours.index, index)
+            assert torch.equal(theirs.index, index)
+            assert torch.equal(ours.pixels, theirs.pixels)
+            assert torch.equal(ours.sizes, theirs.sizes)
+    assert stream.wait_seconds > 0
+    assert resident.wait_seconds == 0
+    stream.close()
+
+
+def test_pixels_are_the_images(photos):
+    source = load(f"folder:{photos}").train
+    batch = next(Feed(source, "cpu", img_size=16).iterate([torch.tensor([4, 5])]))
+    assert batch.pixels.dtype == torch.uint8
+    assert batch.sizes.tolist() == [[20, 26], [32, 46]]  # the large one is shrunk: 2 x img_size
+    assert torch.equal(
+        batch.pixels[0, :, :20, :26], torch.from_numpy(source.read(4).transpose(2, 0, 1).copy())
+    )
+
+
+def test_abandoned_pass_leaves_no_trace(photos):
+    stream = Feed(load(f"folder:{photos}").train, "cpu", img_size=16, resident=False, workers=2)
+    many = stream.iterate([torch.tensor([k]) for k in range(12)])
+    next(many)
+    found = [batch.index.tolist() for batch in stream.iterate(BATCHES)]
+    assert found == [index.tolist() for index in BATCHES]
+    stream.close()
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_global_random_state_is_left_alone(photos, resident):
+    before = torch.get_rng_state()
+    ours = Feed(load(f"folder:{photos}").train, "cpu", img_size=16, resident=resident, workers=1)
+    list(ours.iterate(BATCHES))
+    assert torch.equal(torch.get_rng_state(), before)
+    ours.close()
+
+
+def test_batches_are_drawn_lazily(photos):
+    """An endless stream of indices is fine."""
+
+    def endless():
+        while True:
+            yield torch.tensor([1, 2])
+
+    stream = Feed(load(f"folder:{photos}").train, "cpu", img_size=16, resident=False, workers=1)
+    batches = stream.iterate(endless())
+    assert [next(batches).index.tolist() for _ in range(3)] == [[1, 2]] * 3
+    stream.close()
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_bad_image_stops_and_is_named(photos, resident):
+    spoil(photos, 7)
+    source = load(f"folder:{photos}").train
+    with pytest.raises(BadImage, match=r"07\.png"):
+        list(Feed(source, "cpu", img_size=16, resident=resident, workers=1).iterate([torch.arange(12)]))
+
+
+def test_resident_feed_leaves_bad_images_out(photos):
+    spoil(photos, 3, 7)
+    ours = Feed(load(f"folder:{photos}").train, "cpu", img_size=16, resident=True, on_bad_image="skip")
+    assert (ours.skipped, len(ours), len(ours.source)) == (2, 10, 10)
+    assert "03.png" not in [ours.source.identify(i) for i in range(10)]
+    batch = next(ours.iterate([torch.arange(10)]))
+    height, width = batch.sizes[3].tolist()
+    expected = torch.from_numpy(ours.source.read(3).transpose(2, 0, 1).copy())
+    assert torch.equal(batch.pixels[3, :, :height, :width], expected)
+
+
+def test_streaming_feed_puts_the_next_image_in_place(photos):
+    spoil(photos, 3, 4, 11)
+    ours = Feed(
+        load(f"folder:{photos}").train, "cpu", img_size=16, resident=False, workers=1, on_bad_image="skip"
+    )
+    for _ in range(2):
+        batch = next(ours.iterate([torch.tensor([2, 3, 4, 11])]))
+        assert batch.index.tolist() == [2, 5, 5, 0]
+    assert ours.skipped == 3
+    ours.close()
+
+
+def test_nothing_readable(photos):
+    source = load(f"folder:{photos}").train
+    spoil(photos, *range(12))
+    for resident in (True, False):
+        with pytest.raises(DataError, match="none of its 12"):
+            list(
+                Feed(source, "cpu", img_size=16, resident=resident, workers=0, on_bad_image="skip").iterate(
+                    BATCHES
+                )
+            )
+
+
+def test_sixteen_bit_images_are_floats():
+    images = RNG.integers(0, 65536, (5, 8, 8, 1), dtype=np.uint16)
+    batch = next(
+        Feed(ArraySource("x", "train", images, None, None), "cpu", img_size=8).iterate([torch.arange(5)])
+    )
+    torch.testing.assert_close(batch.pixels[:, 0], torch.from_numpy(images[..., 0] / 65535).float())
+
+
+def test_residence_is_decided_by_memory(monkeypatch):
+    images = np.zeros((100, 8, 8, 3), np.uint8)
+    source = ArraySource("x", "train", images, None, None)
+    for free, resident in ((images.nbytes / 0.41, False), (images.nbytes / 0.39, True)):
+        monkeypatch.setattr(feed, "free_memory", lambda device, free=free: int(free))
+        assert Feed(source, "cpu", img_size=8).resident == resident
+    monkeypatch.setattr(feed, "free_memory", lambda device: 1000)
+    with pytest.raises(DataError, match="resident=False"):
+        Feed(source, "cpu", img_size=8, resident=True)
+
+
+def test_progress_is_reported(photos):
+    calls = []
+    Feed(
+        load(f"folder:{photos}").train,
+        "cpu",
+        img_size=16,
+        progress=lambda done, total: calls.append((done, total)),
+    )
+    assert calls[-1] == (12, 12)
+
+
+def test_unusable_arguments(photos):
+    source = load(f"folder:{photos}").train
+    with pytest.raises(DataError, match="'error' or 'skip'"):
+        Feed(source, "cpu", img_size=16, on_bad_image="ignore")
+    with pytest.raises(DataError, match="no images"):
+        Feed(source.subset([]), "cpu", img_size=16)
+    closed = Feed(source, "cpu", img_size=16)
+    closed.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(closed.iterate(BATCHES))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("resident", [True, False])
+def test_gpu_receives_the_same_batches(photos, resident):
+    source = load(f"folder:{photos}").train
+    many = [torch.arange(k, k + 3) for k in range(9)] * 5
+    ours = Feed(source, "cuda", img_size=16, resident=resident, workers=2)
+    reference = Feed(source, "cpu", img_size=16, resident=True)
+    for there, here in zip(ours.iterate(many), reference.iterate(many), strict=True):
+        assert there.pixels.is_cuda
+        assert torch.equal(there.pixels.cpu(), here.pixels)
+        assert torch.equal(there.sizes.cpu(), here.sizes)
+        assert torch.equal(there.index.cpu(), here.index)
+    ours.close()

@@ -1,0 +1,162 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from residua.data import BadImage, DataError, count_shared, load
+
+RNG = np.random.default_rng(0)
+
+
+def put(path: Path, mode: str = "RGB", size: tuple[int, int] = (10, 8)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shape = (*size, 3) if mode == "RGB" else size
+    if path.suffix == ".npy":
+        np.save(path, RNG.random((*size, 4)).astype(np.float32))
+    elif mode == "I;16":
+        Image.fromarray(RNG.integers(0, 65536, size, dtype=np.uint16)).save(path)
+    else:
+        Image.fromarray(RNG.integers(0, 256, shape, dtype=np.uint8), mode).save(path)
+
+
+def test_class_folders_hold_out_a_tenth_of_each(tmp_path):
+    for name, count in (("cat", 30), ("dog", 20), ("eel", 2)):
+        for k in range(count):
+            put(tmp_path / name / f"{k}.png")
+    splits = load(f"folder:{tmp_path}")
+    assert splits.train.classes == ["cat", "dog", "eel"]
+    assert np.bincount(splits.test.labels).tolist() == [3, 2, 1]
+    train, test = ({part.identify(i) for i in range(len(part))} for part in (splits.train, splits.test))
+    assert len(train | test) == 52
+    assert not train & test
+    again = load(f"folder:{tmp_path}")
+    assert {again.test.identify(i) for i in range(6)} == test
+    for part in (splits.train, splits.test):
+        for i in range(len(part)):
+            assert part.identify(i).split("/")[0] == part.classes[part.labels[i]]
+
+
+@pytest.mark.parametrize("held_out", ["val", "valid", "validation", "test"])
+def test_ready_splits(tmp_path, held_out):
+    for file in ("train/a/1.png", "train/b/2.jpg", "train/b/3.webp", f"{held_out}/b/4.bmp"):
+        put(tmp_path / file)
+    splits = load(f"folder:{tmp_path}")
+    assert splits.train.labels.tolist() == [0, 1, 1]
+    assert splits.test.labels.tolist() == [1]
+    assert splits.test.identify(0) == f"{held_out}/b/4.bmp"
+
+
+def test_unlabelled_test_folder_gives_way_to_a_labelled_one(tmp_path):
+    for file in ("train/a/1.png", "train/b/2.png", "test/9.png", "val/a/3.png", "val/b/4.png"):
+        put(tmp_path / file)
+    assert load(f"folder:{tmp_path}").test.split == "val"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [("1.png", "2.png"), ("a/1.png", "a/2.png"), ("a/1.png", "b/2.png", "3.png"), ("a/x/1.png", "b/y/2.png")],
+)
+def test_anything_else_is_unlabelled(tmp_path, files):
+    for file in files:
+        put(tmp_path / file)
+    splits = load(f"folder:{tmp_path}")
+    assert splits.train.labels is None
+    assert splits.test is None
+    assert [splits.train.identify(i) for i in range(len(files))] == sorted(files)
+
+
+def test_hidden_and_foreign_files_are_ignored(tmp_path):
+    for file in ("1.png", ".hidden.png", ".thumbs/2.png"):
+        put(tmp_path / file)
+    (tmp_path / "notes.txt").write_text("hello")
+    assert len(load(f"folder:{tmp_path}").train) == 1
+
+
+def test_one_colour_image_makes_the_set_colour(tmp_path):
+    put(tmp_path / "1.png", "L")
+    assert load(f"folder:{tmp_path}").train.channels == 1
+    put(tmp_path / "2.png", "RGB")
+    train = load(f"folder:{tmp_path}").train
+    assert train.channels == 3
+    assert (np.ptp(train.read(0), axis=2) == 0).all()
+
+
+def test_sixteen_bit_set(tmp_path):
+    put(tmp_path / "1.png", "I;16")
+    put(tmp_path / "2.tif", "L")
+    train = load(f"folder:{tmp_path}").train
+    assert train.dtype == np.uint16
+    assert train.read(0).max() > 255
+    eight = np.asarray(Image.open(tmp_path / "2.tif"))
+    assert np.array_equal(train.read(1)[..., 0], eight.astype(np.uint16) * 257)
+
+
+def test_many_channels_and_their_confusion(tmp_path):
+    put(tmp_path / "1.npy")
+    train = load(f"folder:{tmp_path}").train
+    assert (train.channels, train.dtype) == (4, np.float32)
+    put(tmp_path / "2.png")
+    with pytest.raises(DataError, match=r"1\.npy has 4"):
+        load(f"folder:{tmp_path}")
+
+
+def test_channels_first_arrays_are_recognised(tmp_path):
+    np.save(tmp_path / "1.npy", np.zeros((3, 200, 200), np.uint8))
+    with pytest.raises(DataError, match="channels last"):
+        load(f"folder:{tmp_path}")
+
+
+def test_wrong_paths(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        load(f"folder:{tmp_path}/nowhere")
+    with pytest.raises(DataError, match="no images"):
+        load(f"folder:{tmp_path}")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="not a folder"):
+        load(f"folder:{tmp_path}/file")
+    (tmp_path / "train").mkdir()
+    with pytest.raises(DataError, match="no images"):
+        load(f"folder:{tmp_path}")
+
+
+def test_test_class_unknown_to_training(tmp_path):
+    for file in ("train/a/1.png", "train/b/2.png", "test/a/3.png", "test/zebra/4.png"):
+        put(tmp_path / file)
+    with pytest.raises(DataError, match="zebra"):
+        load(f"folder:{tmp_path}")
+
+
+def test_broken_file_is_named_when_read_not_when_listed(tmp_path):
+    put(tmp_path / "1.png")
+    (tmp_path / "2.png").write_bytes((tmp_path / "1.png").read_bytes()[:60])
+    train = load(f"folder:{tmp_path}").train
+    with pytest.raises(BadImage, match=r"2\.png"):
+        train.read(1)
+
+
+def test_typical_size_is_the_median(tmp_path):
+    for k, size in enumerate([(10, 20), (12, 20), (300, 40)]):
+        put(tmp_path / f"{k}.png", size=size)
+    assert load(f"folder:{tmp_path}").train.typical_size() == (12, 20)
+
+
+def test_shared_files_are_counted_and_fingerprint_follows_the_files(tmp_path):
+    for file in ("train/a/1.png", "train/b/2.png", "test/a/3.png"):
+        put(tmp_path / file)
+    (tmp_path / "test/b").mkdir()
+    (tmp_path / "test/b/copy.png").write_bytes((tmp_path / "train/b/2.png").read_bytes())
+    splits = load(f"folder:{tmp_path}")
+    assert count_shared(splits.train, splits.test) == 1
+    before = splits.train.fingerprint()
+    assert load(f"folder:{tmp_path}").train.fingerprint() == before
+    put(tmp_path / "train/a/1.png", size=(11, 8))
+    assert load(f"folder:{tmp_path}").train.fingerprint() != before
+
+
+def test_train_folder_alone_is_split_too(tmp_path):
+    for k in range(10):
+        put(tmp_path / f"train/{'ab'[k % 2]}/{k}.png")
+    splits = load(f"folder:{tmp_path}")
+    assert (len(splits.train), len(splits.test)) == (8, 2)
+    assert splits.test.identify(0).startswith("train/a/")

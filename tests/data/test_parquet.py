@@ -1,0 +1,222 @@
+import io
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from residua.data import DataError, count_shared, load, parquet
+
+RNG = np.random.default_rng(0)
+FEATURES = {
+    "img": {"_type": "Image"},
+    "coarse": {"_type": "ClassLabel", "names": ["animal", "thing"]},
+    "fine_label": {"_type": "ClassLabel", "names": ["cat", "dog", "cup"]},
+}
+
+
+def png(image: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write(path: Path, images: list[np.ndarray], labels: list[int], metadata: bool = True) -> None:
+    rows = {
+        "img": pa.array([{"bytes": png(image), "path": None} for image in images], _IMAGE),
+        "coarse": pa.array([label // 2 for label in labels]),
+        "fine_label": pa.array(labels),
+    }
+    table = pa.table(rows)
+    if metadata:
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": FEATURES}})})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, row_group_size=4)
+
+
+_IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def noise(count: int) -> list[np.ndarray]:
+    return list(RNG.integers(0, 256, (count, 9, 7, 3), dtype=np.uint8))
+
+
+@pytest.fixture
+def hub_folder(tmp_path):
+    images = noise(15)
+    write(tmp_path / "train-00000-of-00002.parquet", images[:6], [0, 1, 2, 0, 1, 2])
+    write(tmp_path / "train-00001-of-00002.parquet", images[6:11], [2, 2, 2, 2, 2])
+    write(tmp_path / "valid-00000-of-00001.parquet", images[10:], [1, 0, 1, 0, 1])
+    return tmp_path, images
+
+
+def test_rows_of_all_files_in_order(hub_folder):
+    folder, images = hub_folder
+    splits = load(f"parquet:{folder}")
+    assert (len(splits.train), len(splits.test), splits.test.split) == (11, 5, "valid")
+    for i in range(11):
+        assert np.array_equal(splits.train.read(i), images[i])
+    assert splits.train.labels.tolist() == [0, 1, 2, 0, 1, 2] + [2] * 5
+    assert splits.train.classes == ["cat", "dog", "cup"]
+    assert splits.train.typical_size() == (9, 7)
+    assert count_shared(splits.train, splits.test) == 1
+
+
+def test_columns_can_be_chosen(hub_folder):
+    folder, _ = hub_folder
+    train = load(f"parquet:{folder}?label=coarse&image=img").train
+    assert train.classes == ["animal", "thing"]
+    assert train.labels.tolist()[:6] == [0, 0, 1, 0, 0, 1]
+    with pytest.raises(DataError, match="'coarse'"):
+        load(f"parquet:{folder}?label=coars")
+
+
+def test_a_single_file_without_metadata(tmp_path):
+    write(tmp_path / "mine.parquet", noise(3), [0, 2, 1], metadata=False)
+    splits = load(f"parquet:{tmp_path}/mine.parquet")
+    assert splits.test is None
+    assert splits.train.classes == ["0", "1", "2"]
+
+
+def test_words_as_labels(tmp_path):
+    rows = {
+        "image": pa.array([{"bytes": png(i), "path": None} for i in noise(3)], _IMAGE),
+        "kind": ["b", "a", "b"],
+    }
+    pq.write_table(pa.table(rows), tmp_path / "train.parquet")
+    assert load(f"parquet:{tmp_path}").train.labels is None
+    train = load(f"parquet:{tmp_path}?label=kind").train
+    assert (train.classes, train.labels.tolist()) == (["a", "b"], [1, 0, 1])
+
+
+def test_unlabelled_test_split_gives_way(hub_folder):
+    folder, _ = hub_folder
+    write(folder / "test-00000-of-00001.parquet", noise(2), [-1, -1])
+    assert load(f"parquet:{folder}").test.split == "valid"
+    write(folder / "test-00000-of-00001.parquet", noise(2), [0, 1])
+    assert load(f"parquet:{folder}").test.split == "test"
+
+
+@pytest.mark.parametrize(
+    ("file", "split"),
+    [
+        ("data/train-00000-of-00003.parquet", "train"),
+        ("validation-00000-of-00001.parquet", "valid"),
+        ("default/test/0000.parquet", "test"),
+        ("plain_text/partial-train/0001.parquet", "train"),
+        ("whatever.parquet", "train"),
+    ],
+)
+def test_split_names(file, split):
+    assert parquet.split_of(file) == split
+
+
+def test_source_survives_pickling(hub_folder):
+    folder, images = hub_folder
+    train = load(f"parquet:{folder}").train
+    blob = pickle.dumps(train)
+    assert len(blob) < 5000  # the images stay behind
+    assert np.array_equal(pickle.loads(blob).read(7), images[7])
+
+
+def test_large_sets_are_mapped_from_a_cache_file(hub_folder, monkeypatch):
+    folder, images = hub_folder
+    cache = folder / "cache"
+    monkeypatch.setenv("RESIDUA_DATA", str(cache))
+    monkeypatch.setattr(parquet, "_SPILL_SHARE", 0)
+    train = load(f"parquet:{folder}").train
+    assert np.array_equal(train.read(8), images[8])
+    written = {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")}
+    assert len(written) == 2
+    load(f"parquet:{folder}")
+    assert {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")} == written
+
+
+def test_fingerprint_follows_the_rows(hub_folder):
+    folder, _ = hub_folder
+    before = load(f"parquet:{folder}").train.fingerprint()
+    assert load(f"parquet:{folder}").train.fingerprint() == before
+    write(folder / "train-00001-of-00002.parquet", noise(5), [2] * 5)
+    assert load(f"parquet:{folder}").train.fingerprint() != before
+
+
+def test_images_outside_the_file_are_found_beside_it(tmp_path):
+    image = noise(1)[0]
+    (tmp_path / "a.png").write_bytes(png(image))
+    pq.write_table(
+        pa.table({"image": pa.array([{"bytes": None, "path": "a.png"}], _IMAGE)}), tmp_path / "t.parquet"
+    )
+    assert np.array_equal(load(f"parquet:{tmp_path}/t.parquet").train.read(0), image)
+
+
+def test_wrong_files(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        load(f"parquet:{tmp_path}/nowhere")
+    with pytest.raises(DataError, match=r"no \.parquet"):
+        load(f"parquet:{tmp_path}")
+    (tmp_path / "train.parquet").write_bytes(b"not parquet")
+    with pytest.raises(DataError, match="not a readable parquet"):
+        load(f"parquet:{tmp_path}")
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "train.parquet")
+    with pytest.raises(DataError, match="no column of images"):
+        load(f"parquet:{tmp_path}")
+
+
+class Hub:
+    """The Hub as far as it is asked: files by revision, under a local folder."""
+
+    def __init__(self, root: Path, files: dict[str | None, list[str]]) -> None:
+        self.root, self.files, self.asked = root, files, []
+
+    def list_repo_files(self, name, *, repo_type, revision):
+        assert repo_type == "dataset"
+        return ["README.md", *self.files.get(revision, [])]
+
+    def download(self, name, file, *, repo_type, revision):
+        self.asked.append((name, file, revision))
+        return str(self.root / Path(file).name)
+
+
+def connect(monkeypatch, hub: Hub) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hub.download)
+
+
+def test_hub_reads_the_main_branch(hub_folder, monkeypatch):
+    folder, images = hub_folder
+    hub = Hub(folder, {None: [f"data/{file.name}" for file in folder.glob("*.parquet")]})
+    connect(monkeypatch, hub)
+    splits = load("hf:someone/pets?label=coarse")
+    assert splits.name == "someone/pets"
+    assert np.array_equal(splits.train.read(10), images[10])
+    assert splits.train.classes == ["animal", "thing"]
+    assert {revision for _, _, revision in hub.asked} == {None}
+
+
+def test_hub_falls_back_to_the_converted_branch_and_asks_for_a_configuration(hub_folder, monkeypatch):
+    folder, _ = hub_folder
+    write(folder / "0000.parquet", noise(4), [0, 1, 2, 0])
+    converted = "refs/convert/parquet"
+    hub = Hub(folder, {converted: ["small/train/0000.parquet", "large/train/0000.parquet"]})
+    connect(monkeypatch, hub)
+    with pytest.raises(DataError, match="config=NAME from large, small"):
+        load("hf:someone/pets")
+    assert len(load("hf:someone/pets?config=small").train) == 4
+    assert hub.asked == [("someone/pets", "small/train/0000.parquet", converted)]
+
+
+def test_hub_failures_say_what_to_check(tmp_path, monkeypatch):
+    connect(monkeypatch, Hub(tmp_path, {}))
+    with pytest.raises(DataError, match="no parquet files"):
+        load("hf:someone/pets")
+
+    def offline(*args, **options):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(Hub, "list_repo_files", offline)
+    with pytest.raises(DataError, match="ConnectionError"):
+        load("hf:someone/pets")

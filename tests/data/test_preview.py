@@ -1,0 +1,31 @@
+import numpy as np
+from PIL import Image
+
+from residua.data import load, preview
+
+
+def test_grid_shows_the_images(tmp_path):
+    splits = load("shapes?n=16&size=32")
+    page = np.asarray(Image.open(preview(splits, tmp_path / "deep" / "page.png", n=16)))
+    assert page.shape == (4 * 34 + 2, 4 * 34 + 2, 3)
+    tile = page[2 + 34 : 2 + 34 + 32, 2 + 68 : 2 + 68 + 32]  # second row, third column
+    assert np.abs(tile.astype(int) - splits.train.read(6)).max() <= 1
+
+
+def test_augmented_shows_something_else_of_the_same_size(tmp_path):
+    splits = load("shapes?n=9")
+    plain, crops = (
+        np.asarray(Image.open(preview(splits, tmp_path / "a.png", n=9, augmented=flag)))
+        for flag in (False, True)
+    )
+    assert plain.shape == crops.shape
+    assert not np.array_equal(plain, crops)
+
+
+def test_odd_channels_can_be_shown(tmp_path):
+    for folder, shape in (("two", (9, 9, 2)), ("five", (9, 9, 5))):
+        (tmp_path / folder).mkdir()
+        np.save(tmp_path / folder / "a.npy", np.random.default_rng(0).normal(size=shape))
+        page = Image.open(preview(load(f"folder:{tmp_path / folder}"), tmp_path / "page.png", img_size=16))
+        assert page.mode == "RGB"
+        assert np.asarray(page)[2:-2, 2:-2].std() > 20

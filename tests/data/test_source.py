@@ -1,0 +1,66 @@
+import pickle
+
+import numpy as np
+import pytest
+
+from residua.data import BadImage, DataError, count_shared
+from residua.data.arrays import ArraySource
+from residua.data.source import evenly
+
+RNG = np.random.default_rng(0)
+
+
+def source(count: int = 12, size: tuple[int, int] = (6, 8), split: str = "train") -> ArraySource:
+    images = RNG.integers(0, 256, (count, *size, 3), dtype=np.uint8)
+    return ArraySource("noise", split, images, np.arange(count) % 3, ["a", "b", "c"])
+
+
+def test_subset_keeps_everything_in_step():
+    whole = source()
+    part = whole.subset([7, 2, 2])
+    assert len(part) == 3
+    assert part.labels.tolist() == [1, 2, 2]
+    assert np.array_equal(part.read(0), whole.read(7))
+    assert part.identify(1) == "train/000002"
+    assert np.array_equal(part.array(), whole.images[[7, 2, 2]])
+    assert np.array_equal(part.subset([1]).read(0), whole.read(2))
+    with pytest.raises(DataError, match=r"0\.\.11"):
+        whole.subset([12])
+
+
+def test_fingerprint_follows_content():
+    whole = source()
+    same = ArraySource("other name", "train", whole.images.copy(), whole.labels, whole.classes)
+    assert whole.fingerprint() == same.fingerprint()
+    changed = whole.images.copy()
+    changed[3, 0, 0, 0] ^= 1
+    assert ArraySource("noise", "train", changed, whole.labels, None).fingerprint() != whole.fingerprint()
+    assert whole.subset([0, 1]).fingerprint() != whole.subset([1, 0]).fingerprint()
+
+
+def test_stats_are_numpys():
+    whole = source(50)
+    unit = whole.images / 255
+    for part in (whole, whole.subset(range(50))):  # exact, and through the generic reader
+        mean, std = part.stats()
+        np.testing.assert_allclose(mean, unit.mean((0, 1, 2)), atol=1e-6)
+        np.testing.assert_allclose(std, unit.std((0, 1, 2)), atol=1e-6)
+
+
+def test_count_shared():
+    train, test = source(30), source(10, split="test")
+    assert count_shared(train, test) == 0
+    test.images[4] = train.images[11]
+    test.images[5] = train.images[11]
+    assert count_shared(train, test) == 2
+
+
+def test_evenly():
+    assert evenly(3, 10) == [0, 1, 2]
+    assert evenly(100, 4) == [0, 33, 66, 99]
+
+
+def test_bad_image_travels_between_processes():
+    error = pickle.loads(pickle.dumps(BadImage("a.jpg", OSError("truncated"))))
+    assert isinstance(error, BadImage)
+    assert str(error) == "cannot read image a.jpg: truncated"
