@@ -87,8 +87,9 @@ class Decay:
         """The alpha of each step; `strength` in [0, 1] moves alpha_min from 1 to its target (annealing)."""
         if self.control == "both":
             return torch.full((depth * sublayers,), SQRT_HALF, dtype=torch.float64)
-        alpha_min = 1 - strength * (1 - self.target(depth, sublayers))
-        return 1 - (1 - alpha_min) * self.profile(depth, sublayers)
+        alpha_min = 1 - strength + strength * self.target(depth, sublayers)
+        p = self.profile(depth, sublayers)
+        return torch.lerp(torch.ones_like(p), torch.full_like(p, alpha_min), p)  # exact at both ends
 
     @property
     def branch_scale(self) -> float:

@@ -147,7 +147,10 @@ class Loop:
         if settings.ema:
             self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema))
         if settings.compile:
-            model.compile()
+            # small networks spend their time launching kernels; a recorded graph does not. Accumulated gradients
+            # and several processes need the ordinary way.
+            recorded = self.device.type == "cuda" and world == 1 and self.micro == self.order.share
+            model.compile(mode="reduce-overhead" if recorded else "default")
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.shortcut = getattr(getattr(model, "encoder", model), "shortcut", None)
         self.health = Health(settings.steps)

@@ -1,0 +1,126 @@
+"""Features on disk, with the images they belong to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor, nn
+
+from residua.data import DataError, Feed, Source, Splits, load
+from residua.data.feed import OnBadImage
+from residua.nn import encoder_of
+
+from .distributed import world
+from .features import (
+    EncoderReader,
+    ImgSize,
+    Layers,
+    View,
+    check_readout,
+    frozen,
+    open_feed,
+    pick_split,
+    preprocessing_of,
+    read,
+    resolve_layers,
+    undisturbed,
+)
+from .featureset import Readout
+
+
+def embed(
+    model: nn.Module,
+    data: str | Splits,
+    out: str | Path,
+    *,
+    layers: Layers = "last",
+    readout: Readout = "tokens",
+    img_size: ImgSize | None = None,
+    batch_size: int = 256,
+    row_group: int = 4096,
+    device: str | torch.device | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    bf16: bool = False,
+    on_bad_image: OnBadImage = "error",
+    splits: Sequence[str] = ("train", "test"),
+) -> Path:
+    """Write features to a parquet file as they are computed; memory holds one row group.
+
+    Columns: `id` (path or number of the image), `split`, `label` and `class` (null where unknown), and one
+    `layer_<i>` of float32 vectors per layer. How they were made is in the file's metadata under "residua".
+    The file appears under its name when it is complete. One process only.
+    """
+    if world()[1] > 1:
+        raise RuntimeError("embed writes one file from one process; run it without a launcher")
+    encoder = encoder_of(model)
+    chosen = resolve_layers(layers, encoder.depth)
+    reader = EncoderReader(encoder, chosen, check_readout(readout))
+    data = load(data) if isinstance(data, str) else data
+    sources = {name: s for name in splits if (s := pick_split(data, name, limit, seed)) is not None}
+    if not sources:
+        raise DataError(f"{data.name} has none of the splits {', '.join(splits)}")
+    view = View(preprocessing_of(model, data.train, img_size), batch_size, seed=seed, bf16=bf16)
+    about = {"data": data.name, "readout": readout, "layers": chosen, "model": encoder.config}
+    about["preprocessing"] = view.preprocessing.to_dict()
+    schema = _schema(chosen, encoder.embed_dim).with_metadata({"residua": json.dumps(about, default=str)})
+
+    out = Path(out)
+    part = out.with_name(out.name + ".part")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with frozen(model, device) as where, undisturbed(), pq.ParquetWriter(part, schema) as writer:
+            for name, source in sources.items():
+                feed = open_feed(source, where, view, on_bad_image)
+                _write(writer, schema, name, feed, reader, view, row_group)
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
+    return out
+
+
+def _write(
+    writer: pq.ParquetWriter,
+    schema: pa.Schema,
+    split: str,
+    feed: Feed,
+    reader: EncoderReader,
+    view: View,
+    row_group: int,
+) -> None:
+    waiting: list[pa.Table] = []
+    batches = torch.arange(len(feed)).split(view.batch_size)
+    for index, features in read(feed, reader, view, batches):
+        waiting.append(_table(schema, split, feed.source, index, features))
+        if sum(map(len, waiting)) >= row_group:
+            writer.write_table(pa.concat_tables(waiting), row_group_size=row_group)
+            waiting = []
+    if waiting:
+        writer.write_table(pa.concat_tables(waiting), row_group_size=row_group)
+
+
+def _table(
+    schema: pa.Schema, split: str, source: Source, index: Tensor, features: dict[Any, Tensor]
+) -> pa.Table:
+    numbers = index.tolist()
+    labels = [None if source.labels is None else int(source.labels[i]) for i in numbers]
+    names = [None if y is None or source.classes is None else source.classes[y] for y in labels]
+    vectors = [
+        pa.FixedSizeListArray.from_arrays(pa.array(x[0].contiguous().numpy().ravel()), x.shape[2])
+        for _, x in sorted(features.items())
+    ]
+    columns = [[source.identify(i) for i in numbers], [split] * len(numbers), labels, names, *vectors]
+    return pa.table(
+        [pa.array(c, f.type) if isinstance(c, list) else c for c, f in zip(columns, schema)], schema=schema
+    )
+
+
+def _schema(layers: Sequence[int], dim: int) -> pa.Schema:
+    fields = [("id", pa.string()), ("split", pa.string()), ("label", pa.int64()), ("class", pa.string())]
+    return pa.schema(fields + [(f"layer_{i}", pa.list_(pa.float32(), dim)) for i in layers])

@@ -1,0 +1,156 @@
+"""Scores with everything they depend on, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from torch import Tensor
+
+from .neighbors import Neighbors
+
+MODEL, RANDOM, PIXELS = "model", "random init", "pixels"
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number of one subject: the model, the same encoder untrained, or raw pixels."""
+
+    metric: str
+    subject: str
+    layer: int
+    """Block index; -1 for pixels."""
+    value: float
+    unit: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """What `evaluate` found."""
+
+    data: str
+    readout: str
+    layers: list[int]
+    img_size: tuple[int, int]
+    n_train: int
+    n_test: int
+    test: str
+    """Where the test images came from."""
+    seed: int
+    scores: list[Score] = field(default_factory=list)
+    probes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Full probe results, with the held-out accuracies that chose their settings, by subject."""
+    neighbors: Neighbors | None = None
+    neighbor_ids: list[str] = field(default_factory=list)
+    neighbor_index: Tensor | None = None
+    """Rows of the neighbours' features -> names and numbers of the images in their source."""
+
+    def value(self, metric: str, subject: str = MODEL, layer: int | None = None, **settings: Any) -> float:
+        """One number: `value("entropy rank")`, `value("kNN", "pixels", k=10)`.
+
+        Unless told, the layer is the last, or for the probe the one that its held-out images chose.
+        """
+        own = [s for s in self.scores if (s.metric, s.subject) == (metric, subject)]
+        own = [s for s in own if all(s.settings.get(name) == value for name, value in settings.items())]
+        if layer is not None and subject != PIXELS:
+            own = [s for s in own if s.layer == layer]
+        if not own:
+            known = ", ".join(sorted({s.metric for s in self.scores}))
+            raise KeyError(
+                f"no {metric!r} of {subject!r} with layer {layer} and {settings}; there are {known}"
+            )
+        return max(own, key=lambda s: (s.settings.get("selected", False), s.layer)).value
+
+    def table(self) -> Table:
+        """The scores side by side, with protocol, read-out, k, T and numbers of images."""
+        size = " x ".join(map(str, self.img_size))
+        images = f"{self.n_train:,} train and {self.n_test:,} test images ({self.test})"
+        title = f"{self.data}, {size} px, read-out {self.readout}\n{images}"
+        table = Table(title=title, caption=self._caption(), title_justify="left", caption_justify="left")
+        for heading in ("score", "layer", MODEL, RANDOM, PIXELS):
+            table.add_column(heading, justify="right" if heading in (MODEL, RANDOM, PIXELS) else "left")
+        rows = [s for s in self.scores if s.subject == MODEL]
+        order = {name: i for i, name in enumerate(dict.fromkeys(map(_name, rows)))}
+        for own in sorted(rows, key=lambda s: order[_name(s)]):
+            chosen = own.settings.get("selected") and len(self.layers) > 1
+            layer = f"{own.layer} *" if chosen else str(own.layer)
+            others = [self._beside(own, RANDOM, own.layer), self._beside(own, PIXELS, -1)]
+            table.add_row(_name(own), layer, _show(own.value, own.unit), *others)
+        return table
+
+    def _caption(self) -> str:
+        lines = []
+        own = {s.metric: s for s in self.scores if s.subject == MODEL}
+        if probe := own.get("linear probe"):
+            s = probe.settings
+            steps = f", {s['epochs']} epochs" if s["epochs"] else ""
+            lines.append(f"probe: {s['protocol']} protocol{steps}")
+            chosen = "settings and layer (*)" if len(self.layers) > 1 else "settings"
+            if s["holdout"]:
+                lines.append(f"probe: {chosen} from {s['holdout']:.0%} held out of train")
+        if rank := own.get("entropy rank"):
+            collapsed = "; collapsed: all features alike" if rank.settings.get("collapsed") else ""
+            lines.append(f"ranks: {rank.settings['n']:,} {rank.settings['of']} images{collapsed}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON."""
+        skip = {"scores", "neighbors", "neighbor_ids", "neighbor_index"}
+        plain = {name: value for name, value in vars(self).items() if name not in skip}
+        plain["scores"] = [vars(score) for score in self.scores]
+        plain["neighbors"] = self._named_neighbors()
+        return plain
+
+    def to_json(self) -> str:
+        return json.dumps(_finite(self.to_dict()), indent=2)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the JSON; the file is whole or not there."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        part.write_text(self.to_json() + "\n")
+        os.replace(part, path)
+        return path
+
+    def _beside(self, own: Score, subject: str, layer: int) -> str:
+        for s in self.scores:
+            same = s.settings.get("k") == own.settings.get("k")
+            if same and (s.metric, s.subject, s.layer) == (own.metric, subject, layer):
+                return _show(s.value, s.unit)
+        return "-"
+
+    def _named_neighbors(self) -> list[dict[str, Any]]:
+        if self.neighbors is None:
+            return []
+        n, name = self.neighbors, self.neighbor_ids
+        return [
+            {"query": name[q], "neighbors": [name[i] for i in row], "similarity": similarity}
+            for q, row, similarity in zip(n.queries.tolist(), n.indices.tolist(), n.similarity.tolist())
+        ]
+
+
+def _show(value: float, unit: str) -> str:
+    return f"{value:.2f} {unit}".strip() if unit == "nats" else f"{value:.1f} {unit}".strip()
+
+
+def _name(score: Score) -> str:
+    s = score.settings
+    if score.metric == "kNN":
+        return f"kNN (k {s['k']}, T {s['T']:g})"
+    return f"linear probe ({s['protocol']})" if score.metric == "linear probe" else score.metric
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity: anything not finite becomes null."""
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
