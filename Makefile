@@ -1,0 +1,38 @@
+# Needs Python 3.11 or newer and make; everything else is installed into $(VENV).
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint types unit format wheel clean
+
+demo: $(READY)  ## pretrain with and without decay on embedded images, write demo/report.html
+	$(BIN)/residua demo --out demo
+
+test: lint types unit  ## everything that must hold before a change lands
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+unit: $(READY)
+	$(BIN)/python -m pytest
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(READY)
+	$(BIN)/python -m build --wheel
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo
