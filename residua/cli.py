@@ -46,7 +46,11 @@ def pretrain(args: list[str]) -> None:
     default = Pretrain()
     if args and not args[0].startswith("-"):
         given = args.pop(0)
-        default = Pretrain.read(_existing(given)) if given.endswith((".yaml", ".yml")) else recipes.get(given).config
+        default = (
+            Pretrain.read(_existing(given))
+            if given.endswith((".yaml", ".yml"))
+            else recipes.get(given).config
+        )
     config = tyro.cli(
         Pretrain, args=args, default=default, prog="residua pretrain [RECIPE|SETTINGS.yaml]", config=(OmitArgPrefixes,),
         description="Pretrain a masked autoencoder whose identity shortcuts fade with depth. Every setting left at "
@@ -77,8 +81,12 @@ def _dry_run(session: Session) -> None:
     from residua.train.pretrain import hours
 
     guess = estimate(session)
-    console.print(f"[bold]memory[/]   about {guess['memory_gib']:.2g} GiB for the network and one micro-batch")
-    console.print(f"[bold]time[/]     about {hours(guess['seconds'])}, from three steps; nothing was trained or written")
+    console.print(
+        f"[bold]memory[/]   about {guess['memory_gib']:.2g} GiB for the network and one micro-batch"
+    )
+    console.print(
+        f"[bold]time[/]     about {hours(guess['seconds'])}, from three steps; nothing was trained or written"
+    )
 
 
 def _scores_while_training(model: Any, session: Session) -> dict[str, float]:
@@ -86,11 +94,23 @@ def _scores_while_training(model: Any, session: Session) -> dict[str, float]:
     from residua.train.health import Health
 
     report = evaluate(
-        model, session.splits, probe="lbfgs", baselines=False, neighbors=0, limit=10_000, accelerator=session.accelerator
+        model,
+        session.splits,
+        probe="lbfgs",
+        baselines=False,
+        neighbors=0,
+        limit=10_000,
+        accelerator=session.accelerator,
     )
-    for text in Health(session.settings.steps).check_rank(report.value("entropy rank"), model.encoder.embed_dim):
+    for text in Health(session.settings.steps).check_rank(
+        report.value("entropy rank"), model.encoder.embed_dim
+    ):
         _note(text)
-    return {f"eval/{s.metric.replace(' ', '_')}": s.value for s in report.scores if s.layer in (-1, report.layers[-1])}
+    return {
+        f"eval/{s.metric.replace(' ', '_')}": s.value
+        for s in report.scores
+        if s.layer in (-1, report.layers[-1])
+    }
 
 
 def _closing_words(model: Any, session: Session) -> None:
@@ -106,9 +126,14 @@ def _closing_words(model: Any, session: Session) -> None:
     page = run_report(run, model=model, splits=session.splits, evaluation=report)
     console.print(report.table())
     rank, fresh, pixels = (report.value("entropy rank", who) for who in ("model", "random init", "pixels"))
-    console.print(f"entropy rank {rank:.1f} nats (random init {fresh:.1f}, pixels {pixels:.1f}); pictures: {page}")
+    console.print(
+        f"entropy rank {rank:.1f} nats (random init {fresh:.1f}, pixels {pixels:.1f}); pictures: {page}"
+    )
     console.print(f'load it:  model = residua.load("{run}")', markup=False)
-    console.print(f"use it:   residua embed {run} --data {session.config.data.data} --out features.parquet", markup=False)
+    console.print(
+        f"use it:   residua embed {run} --data {session.config.data.data} --out features.parquet",
+        markup=False,
+    )
 
 
 Layers = Literal["last", "all"]
@@ -125,7 +150,7 @@ class EvaluateOptions:
     knn: bool = True
     """Weighted nearest neighbours."""
     probe: Literal["lbfgs", "simple", "cached", "none"] = "simple"
-    """Linear probe: lbfgs (optimum, fast), simple (200 epochs, no augmentation), cached (the paper's: 3 + 1 views)."""
+    """Linear probe: lbfgs (the optimum, fast), simple (200 epochs, one view), cached (the paper's: 3 + 1 views)."""
     rank: bool = True
     """Entropy rank and RankMe."""
     layers: tuple[str, ...] = ("last",)
@@ -292,7 +317,9 @@ def recipes(args: list[str]) -> None:
             table.add_row(recipe.name, recipe.summary, recipe.cost, recipe.expect)
         return console.print(table)
     recipe = get(o.name)
-    _print_nested({"what": recipe.summary, "cost": recipe.cost, "expect": recipe.expect, "settings": recipe.settings})
+    _print_nested(
+        {"what": recipe.summary, "cost": recipe.cost, "expect": recipe.expect, "settings": recipe.settings}
+    )
     console.print(f"\nrun it:  residua pretrain {recipe.name}", markup=False)
 
 
@@ -347,7 +374,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("RESIDUA_DEBUG"):
             raise
         stopped = type(error).__name__ == "TrainingStopped"
-        hint = "" if stopped or isinstance(error, ValueError) else f" ({type(error).__name__}; RESIDUA_DEBUG=1 shows where)"
+        hint = (
+            ""
+            if stopped or isinstance(error, ValueError)
+            else f" ({type(error).__name__}; RESIDUA_DEBUG=1 shows where)"
+        )
         return _fail(f"{error}{hint}", 1 if stopped else 2)
     return 0
 
@@ -380,7 +411,11 @@ class _Bar:
         parts = [f"loss {record['loss']:.4f}", f"{record['images_per_s']:,.0f} img/s"]
         if "mfu" in record:
             parts.append(f"MFU {100 * record['mfu']:.0f} %")
-        parts += [f"{key.removeprefix('eval/')} {value:.4g}" for key, value in record.items() if key.startswith("eval/")]
+        parts += [
+            f"{key.removeprefix('eval/')} {value:.4g}"
+            for key, value in record.items()
+            if key.startswith("eval/")
+        ]
         left = (self.steps - record["step"]) * self.batch_size / record["images_per_s"]
         text = "  ".join([*parts, f"{hours(left)} left"])
         self.progress.update(self.task, completed=record["step"], text=text)
@@ -422,12 +457,16 @@ def _warn_shared(splits: Splits) -> None:
         return
     shared = count_shared(splits.train, splits.test)
     if shared:
-        _note(f"{shared:,} test image{'s' * (shared > 1)} also occur{'s' * (shared == 1)} in the training part")
+        _note(
+            f"{shared:,} test image{'s' * (shared > 1)} also occur{'s' * (shared == 1)} in the training part"
+        )
 
 
 def _decoding(done: int, total: int) -> None:
     if console.is_terminal:
-        console.print(f"decoding {done:,} of {total:,} images", end="\n" if done >= total else "\r", markup=False)
+        console.print(
+            f"decoding {done:,} of {total:,} images", end="\n" if done >= total else "\r", markup=False
+        )
 
 
 def _note(text: str) -> None:

@@ -123,7 +123,8 @@ def fit_lbfgs(
             curvature = (energy / classes + penalty).clamp_min(1e-6 / classes).to(x)
             scale = torch.cat([curvature, curvature.new_full((1,), 1 / classes)]).rsqrt()[:, None]
             objective = partial(_objective, z=z, y=y, scale=scale, penalty=penalty)
-            w = scale * _minimise(objective, w / scale, iterations, tolerance)
+            with _few_threads(len(z) * w.numel(), x.device):
+                w = scale * _minimise(objective, w / scale, iterations, tolerance)
             params[i, :-1, r], params[i, -1, r] = axes @ w[:-1], w[-1]
     return params
 

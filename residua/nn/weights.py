@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 State = Mapping[str, Tensor]
 
+_HEADS = ("pooler.", "classifier.", "head.")  # what a classifier has on top of its encoder
+
 # transformers' names, as they are on disk and as they are in memory since version 5, to timm's
 _TRANSFORMERS = [
     (r"^vit\.", ""),
@@ -45,10 +47,13 @@ def translate(state: State) -> dict[str, Tensor]:
     out = {}
     for key, value in state.items():
         renamed = _rename(key, _DECODER)
-        out[renamed if renamed.startswith("decoder.") else f"encoder.{renamed}"] = value
+        if not renamed.startswith(_HEADS):
+            out[renamed if renamed.startswith("decoder.") else f"encoder.{renamed}"] = value
     if "encoder.patch_embed.proj.weight" not in out:
         some = ", ".join(list(state)[:3])
-        raise ValueError(f"these are no weights of a vision transformer or masked autoencoder (found: {some}, ...)")
+        raise ValueError(
+            f"these are no weights of a vision transformer or masked autoencoder (found: {some}, ...)"
+        )
     return out
 
 
@@ -61,6 +66,8 @@ def infer_config(state: State, num_heads: int | None = None) -> dict[str, Any]:
     width, channels, *patch = embed.shape
     cells = state["encoder.pos_embed"].shape[1] - 1
     side = round(cells**0.5)
+    if side * side != cells:
+        raise ValueError(f"{cells} positions make no square image: only weights of square images can be read")
     config: dict[str, Any] = {
         "name": "vit",
         "img_size": (side * patch[0], side * patch[1]),
@@ -100,7 +107,11 @@ def load_weights(model: nn.Module, state: State, *, what: str, encoder_only: boo
             if not skippable:
                 wrong.append(f"{key} is {tuple(given[key].shape)}, expected {tuple(value.shape)}")
             del given[key]
-    extra = [key for key in given if key not in own and not (encoder_only and key.startswith(("decoder.", "encoder.norm")))]
+    extra = [
+        key
+        for key in given
+        if key not in own and not (encoder_only and key.startswith(("decoder.", "encoder.norm")))
+    ]
     wrong += [f"{key} has no place in this model" for key in extra]
     if wrong:
         shown = "; ".join(wrong[:4]) + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else "")

@@ -77,5 +77,7 @@ def get(name: str) -> Recipe:
     """A recipe by name, or an error that names the nearest ones."""
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=3, cutoff=0.4) or list(RECIPES)
-        raise ValueError(f"no recipe named {name!r}; did you mean {', '.join(near)}? (a settings file must end in .yaml)")
+        raise ValueError(
+            f"no recipe named {name!r}; did you mean {', '.join(near)}? (a settings file must end in .yaml)"
+        )
     return RECIPES[name]

@@ -14,7 +14,10 @@ _HOME = {
     "Hooks": "loop", "Loop": "loop", "TrainingStopped": "loop", "read_metrics": "loop",
     "Session": "pretrain", "estimate": "pretrain", "fit": "pretrain", "prepare": "pretrain", "pretrain": "pretrain",
 }  # fmt: skip
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = [
+    "Hooks", "Loop", "Pretrain", "Session", "TrainingStopped", "checkpoints", "estimate", "fit", "load", "prepare",
+    "pretrain", "read_metrics",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

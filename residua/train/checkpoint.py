@@ -1,12 +1,12 @@
 """Runs on disk: atomic checkpoints, metrics, and `residua.load`.
 
-    runs/NAME/
-      config.yaml  environment.json  metrics.jsonl  evaluation.json  report.html
-      checkpoints/step-0001000/
-        model.safetensors   weights, with everything needed to rebuild the model in its header
-        model.json          the same description, for people
-        ema.safetensors     where a moving average is kept
-        training.pt         optimiser state and step: only --resume reads it
+runs/NAME/
+  config.yaml  environment.json  metrics.jsonl  evaluation.json  report.html
+  checkpoints/step-0001000/
+    model.safetensors   weights, with everything needed to rebuild the model in its header
+    model.json          the same description, for people
+    ema.safetensors     where a moving average is kept
+    training.pt         optimiser state and step: only --resume reads it
 """
 
 from __future__ import annotations
@@ -42,10 +42,17 @@ def description(model: nn.Module, step: int | None = None) -> dict[str, Any]:
     from residua import __version__
 
     pre = getattr(model, "preprocessing", None)
-    return {"residua": __version__, "model": model.config, "preprocessing": pre and pre.to_dict(), "step": step}
+    return {
+        "residua": __version__,
+        "model": model.config,
+        "preprocessing": pre and pre.to_dict(),
+        "step": step,
+    }
 
 
-def save_model(model: nn.Module, path: Path, *, weights: dict[str, Tensor] | None = None, step: int | None = None) -> None:
+def save_model(
+    model: nn.Module, path: Path, *, weights: dict[str, Tensor] | None = None, step: int | None = None
+) -> None:
     """One self-describing safetensors file."""
     state = {k: v.detach().cpu().contiguous() for k, v in (weights or model.state_dict()).items()}
     save_file(state, path, metadata={"residua": json.dumps(description(model, step)), "format": "pt"})
@@ -57,7 +64,12 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def write_checkpoint(
-    run: Path, step: int, model: nn.Module, training: dict[str, Any], ema: dict[str, Tensor] | None = None, keep: int = 2
+    run: Path,
+    step: int,
+    model: nn.Module,
+    training: dict[str, Any],
+    ema: dict[str, Tensor] | None = None,
+    keep: int = 2,
 ) -> Path:
     """Write a checkpoint so that it is there whole or not at all, then drop the oldest beyond `keep` (0 = none)."""
     folder = run / "checkpoints"
@@ -140,7 +152,9 @@ def load(path: str | Path, *, ema: bool = True) -> MAE | ViT:
         model = create_model(**config)
         load_weights(model, state, what=str(file))
         if config["in_chans"] == 3:
-            model.preprocessing = Preprocessing(config["img_size"], IMAGENET_MEAN, IMAGENET_STD, crop_pct=0.875)
+            model.preprocessing = Preprocessing(
+                config["img_size"], IMAGENET_MEAN, IMAGENET_STD, crop_pct=0.875
+            )
     if isinstance(model, MAE):
         model.encoder.preprocessing = model.preprocessing
     return model.eval()
@@ -158,10 +172,12 @@ def weights_file(path: Path, *, ema: bool = True) -> Path:
             raise CheckpointError(f"the run {path} has no complete checkpoint yet")
         path = done[-1]
     names = ("model.safetensors", "pytorch_model.bin")
-    for name in (("ema.safetensors", *names) if ema else names):
+    for name in ("ema.safetensors", *names) if ema else names:
         if (path / name).exists():
             return path / name
-    raise CheckpointError(f"{path} holds no run and no weights (looked for checkpoints/ and {', '.join(names)})")
+    raise CheckpointError(
+        f"{path} holds no run and no weights (looked for checkpoints/ and {', '.join(names)})"
+    )
 
 
 def read_state(file: Path) -> dict[str, Tensor]:
@@ -172,7 +188,9 @@ def read_state(file: Path) -> dict[str, Tensor]:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read as weights: {error}") from error
-    content = content.get("model", content.get("state_dict", content)) if isinstance(content, dict) else content
+    content = (
+        content.get("model", content.get("state_dict", content)) if isinstance(content, dict) else content
+    )
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise CheckpointError(f"{file} holds no state dict of tensors")
     return content

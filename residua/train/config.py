@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from residua.nn import MAE, create_model
 from residua.nn.mae import DECODERS
 from residua.nn.shortcut import Branches, Control, Decay, Per, Schedule
 from residua.nn.vit import SIZES
+from residua.train.checkpoint import write_text
 
 Auto = Literal["auto"]
 Size = Literal["nano", "tiny", "small", "base", "large"]
@@ -69,7 +71,7 @@ class ShortcutConfig:
     """Shortcuts: x <- alpha * x + f(x), alpha falling with depth."""
 
     alpha_min: float | Auto = "auto"
-    """Strength of the last shortcut, in [0, 1]; 1 = ordinary residual network; auto: 0.9, or 1 with a plain decoder."""
+    """Strength of the last shortcut, in [0, 1]; 1 = ordinary residuals; auto: 0.9, or 1 with a plain decoder."""
     alpha_eff: float | None = None
     """Product of all alphas, instead of alpha_min: what transfers between depths."""
     schedule: Schedule = "linear"
@@ -99,7 +101,7 @@ class OptimConfig:
     base_lr: float | None = None
     """Peak learning rate for 256 images, scaled linearly with the batch size (the paper: 1.5e-4)."""
     lr: float | Auto = "auto"
-    """Peak learning rate as it is; auto: 3e-4 at width 384 and batch 256, times 384 / width, times sqrt(batch / 256)."""
+    """Peak learning rate as it is; auto: 3e-4 * 384 / width * sqrt(batch / 256)."""
     weight_decay: float = 0.05
     """On matrices; biases, norms, tokens and learned alphas have none."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -172,7 +174,9 @@ class Pretrain:
         for part in fields(self):
             group = getattr(self, part.name)
             own = {f.name: values.pop(f.name) for f in fields(group) if f.name in values}
-            parts[part.name] = replace(group, **{k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
+            parts[part.name] = replace(
+                group, **{k: tuple(v) if isinstance(v, list) else v for k, v in own.items()}
+            )
         if values:
             raise ValueError(f"no setting named {', '.join(values)}")
         return Pretrain(**parts)
@@ -182,8 +186,11 @@ class Pretrain:
         return {name: value for group in asdict(self).values() for name, value in group.items()}
 
     def save(self, path: Path) -> None:
-        groups = {k: {n: list(v) if isinstance(v, tuple) else v for n, v in g.items()} for k, g in asdict(self).items()}
-        path.write_text(yaml.safe_dump(groups, sort_keys=False))
+        groups = {
+            k: {n: list(v) if isinstance(v, tuple) else v for n, v in g.items()}
+            for k, g in asdict(self).items()
+        }
+        write_text(path, yaml.safe_dump(groups, sort_keys=False))
 
     @classmethod
     def read(cls, path: Path) -> Pretrain:
@@ -196,23 +203,22 @@ class Pretrain:
         for name, value in content.items():
             flat |= value if name in groups and isinstance(value, dict) else {name: value}
         try:
-            return cls().override(**flat)
+            return cls().override(**{name: _number(value) for name, value in flat.items()})
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
 
 def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     """Choose every setting left at "auto", from the images and the device."""
+    _check(config)
     n, gpu = len(source), device != "cpu"
     o = config.optim
     batch = (256 if gpu else 64) if o.batch_size == "auto" else o.batch_size
-    batch = max(1, min(batch, n))
+    batch = min(batch, n)
     epochs = o.epochs
     if epochs == "auto":
         budget, least, most = (5_000_000, 100, 800) if gpu else (150_000, 5, 60)
         epochs = float(min(most, max(least, round(budget / n))))
-    if epochs <= 0 or (o.steps is not None and o.steps < 1):
-        raise ValueError(f"epochs {epochs} and steps {o.steps} must be positive")
     steps = o.steps or math.ceil(epochs * n / batch)
     size: Any = ("small" if gpu else "nano") if config.model.size == "auto" else config.model.size
     lr = o.lr
@@ -228,8 +234,6 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     if alpha == "auto":
         free = config.model.decoder == "ushape" and s.control == "none" and s.schedule != "learned"
         alpha = AUTO_ALPHA_MIN if free and s.alpha_eff is None else 1.0
-    if not 0.0 <= s.anneal <= 1.0:
-        raise ValueError(f"anneal is {s.anneal}; it is a share of the steps, in [0, 1]")
     zero = config.model.decoder == "ushape" if config.model.zero_init == "auto" else config.model.zero_init
     m = config.machine
     return config.override(
@@ -239,6 +243,34 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
         compile=(device == "cuda" and steps >= 1000) if m.compile == "auto" else m.compile,
         checkpoint_every=m.checkpoint_every or max(1, steps // 20), log_every=m.log_every or max(1, steps // 200),
     )  # fmt: skip
+
+
+def _check(config: Pretrain) -> None:
+    """Refuse what cannot be trained, before anything is loaded for it."""
+    o, s, m = config.optim, config.shortcut, config.machine
+    low, high = config.data.scale
+    fixed = s.schedule == "learned" or s.control != "none"
+    rules: list[tuple[str, Any, bool, str]] = [
+        ("scale", config.data.scale, 0 < low <= high <= 1, "two shares of the area, 0 < least <= greatest <= 1"),
+        ("epochs", o.epochs, o.epochs == "auto" or o.epochs > 0, "a positive number"),
+        ("steps", o.steps, o.steps is None or o.steps > 0, "a positive number"),
+        ("batch_size", o.batch_size, o.batch_size == "auto" or o.batch_size > 0, "a positive number"),
+        ("lr", o.lr, o.lr == "auto" or o.lr > 0, "a positive number"),
+        ("base_lr", o.base_lr, o.base_lr is None or o.base_lr > 0, "a positive number"),
+        ("weight_decay", o.weight_decay, o.weight_decay >= 0, "0 or more"),
+        ("warmup", o.warmup, 0 <= o.warmup <= 1, "a share of the steps, in [0, 1]"),
+        ("clip", o.clip, o.clip is None or o.clip > 0, "a positive norm"),
+        ("ema", o.ema, o.ema is None or 0 < o.ema < 1, "a decay between 0 and 1, such as 0.999"),
+        ("anneal", s.anneal, 0 <= s.anneal <= 1, "a share of the steps, in [0, 1]"),
+        ("anneal", s.anneal, not (s.anneal and fixed), "0 with learned shortcuts or a control: there is no alpha_min"),
+        ("micro_batch", m.micro_batch, m.micro_batch is None or m.micro_batch > 0, "a positive number"),
+        ("checkpoint_every", m.checkpoint_every, (m.checkpoint_every or 1) > 0, "a positive number of steps"),
+        ("log_every", m.log_every, (m.log_every or 1) > 0, "a positive number of steps"),
+        ("keep", m.keep, m.keep >= 0, "a number of checkpoints, or 0 for all"),
+    ]  # fmt: skip
+    for name, value, holds, expected in rules:
+        if not holds:
+            raise ValueError(f"{name} is {value}; expected {expected}")
 
 
 def build_model(config: Pretrain, in_chans: int) -> MAE:
@@ -256,6 +288,12 @@ def build_model(config: Pretrain, in_chans: int) -> MAE:
     )  # fmt: skip
     assert isinstance(model, MAE)
     return model
+
+
+def _number(value: Any) -> Any:
+    """`1e-4` is text to YAML 1.1, which asks for `1.0e-4`; nobody else does."""
+    numeric = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if numeric else value
 
 
 def _auto_size(typical: tuple[int, int]) -> int:

@@ -37,7 +37,7 @@ class Health:
             if free < 0.03 * total:
                 found["memory"] = (
                     f"device memory is nearly full ({(total - free) / 2**30:.0f} of {total / 2**30:.0f} GiB). "
-                    "If it runs out, the batch is split by itself; --micro-batch or --grad-checkpointing avoid the wait."
+                    "If it runs out, the batch is split by itself; --micro-batch or --grad-checkpointing avoid that."
                 )
         fresh = [text for kind, text in found.items() if kind not in self.told]
         self.told |= set(found)

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -94,7 +94,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 def make_optimizer(model: nn.Module, settings: Settings, device: torch.device) -> torch.optim.AdamW:
     groups = parameter_groups(model, settings.weight_decay)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=device.type in ("cuda", "cpu"))
+    return torch.optim.AdamW(
+        groups, lr=settings.lr, betas=settings.betas, fused=device.type in ("cuda", "cpu")
+    )
 
 
 @dataclass
@@ -190,6 +192,8 @@ class Loop:
                         "set a smaller --micro-batch, add --grad-checkpointing, or take a smaller model"
                     ) from error
             self.micro = -(-self.micro // 2)
+            if self.settings.compile:
+                self.bare.compile()  # a recorded graph cannot accumulate
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             parts = -(-self.order.share // self.micro)
@@ -250,7 +254,9 @@ class Loop:
                 if save or leave:
                     self.save()
                 if leave:
-                    raise TrainingStopped(f"stopped at step {self.step:,} of {settings.steps:,}; continue with --resume")
+                    raise TrainingStopped(
+                        f"stopped at step {self.step:,} of {settings.steps:,}; continue with --resume"
+                    )
 
     def _leave(self, interrupt: _Interrupt) -> bool:
         """Whether any process was asked to stop."""
@@ -265,14 +271,7 @@ class Loop:
         seconds = time.perf_counter() - started
         bad = (~values.isfinite()).nonzero()
         if len(bad):
-            step = self.step - len(losses) + int(bad[0])
-            kept = ckpt.checkpoints(self.run) if self.run else []
-            raise TrainingStopped(
-                f"the loss became {float(values[bad[0]])} at step {step + 1:,}, learning rate "
-                f"{learning_rate(step, self.settings):.2e}. "
-                + (f"The last good checkpoint is {kept[-1]}. " if kept else "No checkpoint was written before. ")
-                + "Try a smaller --lr, --clip 1.0, --zero-init True, or a larger --alpha-min."
-            )
+            self._stop(f"the loss became {float(values[bad[0]])}", self.step - len(losses) + int(bad[0]))
         rate = len(losses) * self.settings.batch_size / seconds
         record: Record = {
             "step": self.step,
@@ -286,13 +285,23 @@ class Loop:
         if self.shortcut is not None:
             record["alpha_last"] = float(self.shortcut.alpha[-1])
         if self.peak and self.settings.flops_per_image:
-            record["mfu"] = rate * self.settings.flops_per_image / (self.peak * self.accelerator.num_processes)
+            record["mfu"] = (
+                rate * self.settings.flops_per_image / (self.peak * self.accelerator.num_processes)
+            )
         if self.feed.skipped:
             record["skipped_images"] = self.feed.skipped
         share = (self.feed.wait_seconds - waited) / seconds
         for message in self.health.check(self.step, record["loss"], share, self.device):
             self.hooks.on_message(message)
         return record
+
+    def _stop(self, what: str, step: int) -> NoReturn:
+        kept = ckpt.checkpoints(self.run) if self.run else []
+        raise TrainingStopped(
+            f"{what} at step {step + 1:,}, learning rate {learning_rate(step, self.settings):.2e}. "
+            + (f"The last good checkpoint is {kept[-1]}. " if kept else "No checkpoint was written before. ")
+            + "Try a smaller --lr, --clip 1.0, --zero-init True, or a larger --alpha-min."
+        )
 
     def _log(self, record: Record) -> None:
         if not self.accelerator.is_main_process:
@@ -310,6 +319,9 @@ class Loop:
         """Write a checkpoint of this moment."""
         if self.run is None:
             return
+        norms = torch.stack(torch._foreach_norm([p.detach() for p in self.bare.parameters()]))
+        if not norms.isfinite().all():  # a finite loss may have a gradient that is not
+            self._stop("the weights became infinite or NaN", self.step - 1)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             training = {"step": self.step, "optimizer": self.optimizer.state_dict(), "micro": self.micro}

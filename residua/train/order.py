@@ -16,7 +16,9 @@ class Order:
 
     def __init__(self, images: int, batch_size: int, seed: int, rank: int = 0, world: int = 1) -> None:
         if batch_size % world:
-            raise ValueError(f"batch size {batch_size} cannot be shared by {world} processes: use a multiple of {world}")
+            raise ValueError(
+                f"batch size {batch_size} cannot be shared by {world} processes: use a multiple of {world}"
+            )
         self.images, self.batch_size, self.seed = images, batch_size, seed
         self.share = batch_size // world
         self.offset = rank * self.share
