@@ -73,6 +73,7 @@ def compare(name: str, ours: Callable[[], float], theirs: Callable[[], float] | 
     if theirs is not None:
         row["sklearn_seconds"], row["sklearn_accuracy"] = timed(theirs)
         row["times_faster"] = row["sklearn_seconds"] / seconds
+    print(json.dumps(row), flush=True)
     return row
 
 

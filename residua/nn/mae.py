@@ -117,12 +117,13 @@ class Decoder(nn.Module):
 
         init_weights(self)
         nn.init.normal_(self.token, std=0.02)
-        for fusion in self.skips:
+        fusions: Any = self.skips
+        for fusion in fusions:
             nn.init.normal_(fusion.mask_token, std=0.02)
         if zero_init:
             zero_init_branches(self.blocks)
             nn.init.zeros_(self.pred.weight)
-            for fusion in self.skips:
+            for fusion in fusions:
                 nn.init.zeros_(fusion.fc2.weight)
 
     def start(self, encoded: Encoded) -> Tensor:

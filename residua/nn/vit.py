@@ -151,7 +151,7 @@ def init_weights(module: nn.Module) -> None:
                 nn.init.zeros_(m.bias)
 
 
-def zero_init_branches(blocks: nn.ModuleList) -> None:
+def zero_init_branches(blocks: Any) -> None:
     """Zero the last weight of every branch, so that the network starts as its shortcuts alone."""
     for block in blocks:
         nn.init.zeros_(block.attn.proj.weight)
@@ -245,7 +245,8 @@ class ViT(nn.Module):
         """Two steps a block: attention, then MLP."""
         scale = self.shortcut.decay.branch_scale
         branches: list[tuple[str, Callable[[Tensor], Tensor]]] = []
-        for i, block in enumerate(self.blocks):
+        blocks: Any = self.blocks
+        for i, block in enumerate(blocks):
             branches += [(f"blocks.{i}.attn", block.attn_branch), (f"blocks.{i}.mlp", block.mlp_branch)]
         if scale != 1.0:
             branches = [(name, partial(_scaled, branch, scale)) for name, branch in branches]

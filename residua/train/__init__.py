@@ -7,12 +7,12 @@ if TYPE_CHECKING:
     from residua.train.checkpoint import checkpoints, load
     from residua.train.config import Pretrain
     from residua.train.loop import Hooks, Loop, TrainingStopped, read_metrics
-    from residua.train.pretrain import Session, estimate, fit, prepare, pretrain
+    from residua.train.pretrain import Session, estimate, fit, prepare
 
 _HOME = {
     "checkpoints": "checkpoint", "load": "checkpoint", "Pretrain": "config",
     "Hooks": "loop", "Loop": "loop", "TrainingStopped": "loop", "read_metrics": "loop",
-    "Session": "pretrain", "estimate": "pretrain", "fit": "pretrain", "prepare": "pretrain", "pretrain": "pretrain",
+    "Session": "pretrain", "estimate": "pretrain", "fit": "pretrain", "prepare": "pretrain",
 }  # fmt: skip
 __all__ = [
     "Hooks", "Loop", "Pretrain", "Session", "TrainingStopped", "checkpoints", "estimate", "fit", "load", "prepare",

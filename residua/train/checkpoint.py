@@ -60,7 +60,8 @@ def save_model(
 
 def checkpoints(run: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    return sorted(p for p in (run / "checkpoints").glob("step-*") if (p / "model.json").exists())
+    done = [p for p in (run / "checkpoints").glob("step-*") if (p / "model.json").exists()]
+    return sorted(done, key=lambda p: (len(p.name), p.name))  # by number, beyond seven digits too
 
 
 def write_checkpoint(

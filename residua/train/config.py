@@ -228,7 +228,7 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     side = _auto_size(source.typical_size()) if config.data.img_size == "auto" else config.data.img_size
     patch = _auto_patch(side) if config.model.patch_size == "auto" else config.model.patch_size
     if config.data.img_size == "auto":
-        side = max(patch, side // patch * patch)
+        side = side // patch * patch or side
     s = config.shortcut
     alpha = s.alpha_min
     if alpha == "auto":

@@ -84,7 +84,8 @@ def decay_strength(step: int, settings: Settings) -> float:
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Weight decay on matrices (and convolutions) alone: biases, norms, tokens and alphas have none."""
-    decayed, free = [], []
+    decayed: list[nn.Parameter] = []
+    free: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             matrix = parameter.ndim >= 2 and not name.endswith("token")

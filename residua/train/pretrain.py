@@ -127,21 +127,20 @@ def prepare(config: Pretrain, progress: data.feed.Progress | None = None) -> Ses
     device = accelerator.device
     config = resolve(config, splits.train, device.type)
     _check_batch(config, accelerator)
+    side = config.data.img_size
+    assert isinstance(side, int)
+    set_seed(config.optim.seed)
+    torch.set_float32_matmul_precision("high")
+    model = build_model(config, splits.train.channels)
+    if config.optim.init and not (config.machine.resume and run_given and ckpt.checkpoints(run_given)):
+        ckpt.initialize(model, config.optim.init)
     run = None
     if not config.machine.dry_run:
         run = _run_folder(config, accelerator)
         accelerator.project_configuration.set_directories(str(run))
     mean, std = splits.train.stats()
-    side = config.data.img_size
-    assert isinstance(side, int)
     crop = 0.875 if side >= 160 else 1.0
     preprocessing = Preprocessing((side, side), mean, std, splits.train.channels, crop)
-
-    set_seed(config.optim.seed)
-    torch.set_float32_matmul_precision("high")
-    model = build_model(config, splits.train.channels)
-    if config.optim.init and not (config.machine.resume and run and ckpt.checkpoints(run)):
-        ckpt.initialize(model, config.optim.init)
     model.preprocessing = model.encoder.preprocessing = preprocessing
     example = torch.zeros(1, splits.train.channels, side, side), torch.rand(1, model.num_patches)
     flops = training_flops(model, *example)
@@ -179,12 +178,6 @@ def fit(session: Session, hooks: Hooks | None = None) -> MAE:
         session.accelerator.end_training()
         session.feed.close()
     return session.model.eval()
-
-
-def pretrain(config: Pretrain, hooks: Hooks | None = None) -> tuple[MAE, Session]:
-    """`prepare` and `fit` in one call."""
-    session = prepare(config)
-    return fit(session, hooks), session
 
 
 def estimate(session: Session, steps: int = 3) -> dict[str, float]:
@@ -279,7 +272,7 @@ def _resumed(given: Pretrain) -> Pretrain:
                 "Leave it out, or start a new run with another --out"
             )
     changed = {k: now[k] for k in orchestration if now[k] != fresh[k]}
-    return saved.override(**changed, resume=True)
+    return saved.override(**changed)
 
 
 def hours(seconds: float) -> str:

@@ -1,0 +1,66 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from residua.data import DataError, Splits
+from residua.evaluate import embed, extract
+from residua.nn import ViT
+
+
+def test_the_file_holds_what_extract_returns(vit: ViT, noise: Splits, tmp_path: Path) -> None:
+    out = embed(
+        vit, noise, tmp_path / "new" / "f.parquet", layers=[0, 2], readout="cls", batch_size=8, row_group=16
+    )
+    feats = extract(vit, noise, layers=[0, 2], readout="cls", batch_size=8)
+    assert feats.test is not None
+    table = pq.read_table(out)
+    assert table.column_names == ["id", "split", "label", "class", "layer_0", "layer_2"]
+    assert table["id"].to_pylist() == feats.train.ids + feats.test.ids
+    assert table["split"].to_pylist() == ["train"] * 50 + ["test"] * 21
+    assert table["label"].to_pylist() == torch.cat([feats.train.targets, feats.test.targets]).tolist()
+    assert table["class"].to_pylist()[:4] == ["a", "b", "c", "a"]
+    for layer in (0, 2):
+        stored = np.stack(table[f"layer_{layer}"].to_numpy())
+        assert stored.dtype == np.float32
+        expected = torch.cat([feats.train.layer(layer), feats.test.layer(layer)])
+        np.testing.assert_array_equal(stored, expected.numpy())
+
+
+def test_rows_are_written_as_they_come_and_the_file_says_how_it_was_made(
+    vit: ViT, noise: Splits, tmp_path: Path
+) -> None:
+    file = pq.ParquetFile(
+        embed(vit, noise, tmp_path / "f.parquet", batch_size=8, row_group=16, splits=("train",))
+    )
+    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [16, 16, 16, 2]
+    about = json.loads(file.schema_arrow.metadata[b"residua"])
+    assert (about["readout"], about["layers"], about["data"]) == ("tokens", [2], "noise")
+    assert about["preprocessing"]["img_size"] == [16, 16]
+
+
+def test_without_labels_the_column_is_empty(vit: ViT, noise: Splits, tmp_path: Path) -> None:
+    noise.train.labels = noise.train.classes = None
+    table = pq.read_table(embed(vit, Splits("noise", noise.train), tmp_path / "f.parquet"))
+    assert table["label"].null_count == table["class"].null_count == 50
+
+
+def test_failure_leaves_no_file_and_keeps_the_old_one(
+    vit: ViT, noise: Splits, tmp_path: Path, monkeypatch
+) -> None:
+    out = tmp_path / "f.parquet"
+    out.write_text("old")
+
+    def broken(images, tap=None):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(vit, "forward_features", broken)
+    with pytest.raises(RuntimeError, match="no"):
+        embed(vit, noise, out)
+    assert [p.name for p in tmp_path.iterdir()] == ["f.parquet"]
+    assert out.read_text() == "old"
+    with pytest.raises(DataError, match="none of the splits"):
+        embed(vit, Splits("noise", noise.train), out, splits=("test",))

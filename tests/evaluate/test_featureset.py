@@ -1,0 +1,35 @@
+import pytest
+import torch
+
+from residua.evaluate import FeatureSet
+
+
+def two_layers() -> FeatureSet:
+    x = torch.arange(12.0).view(4, 3)
+    return FeatureSet(
+        {1: x, 4: x[:, :2]}, torch.tensor([0, 1, 1, 0]), ids=list("abcd"), views={4: torch.zeros(2, 4, 2)}
+    )
+
+
+def test_the_deepest_layer_is_last_and_unpacks_with_the_labels() -> None:
+    f = two_layers()
+    x, y = f
+    assert f.layers == [1, 4]
+    assert torch.equal(x, f.layer(4))
+    assert torch.equal(y, f.targets)
+    assert len(f) == 4
+
+
+def test_only_one_layer_or_some_of_the_rows() -> None:
+    f = two_layers()
+    assert f.only(1).layers == [1]
+    assert f.only(1).views == {}
+    part = f.subset(torch.tensor([3, 1]))
+    assert (part.ids, part.targets.tolist()) == (["d", "b"], [0, 1])
+    assert torch.equal(part.layer(1), f.layer(1)[[3, 1]])
+    assert part.views[4].shape == (2, 2, 2)
+
+
+def test_missing_labels_are_named() -> None:
+    with pytest.raises(ValueError, match="no labels"):
+        _ = FeatureSet({0: torch.randn(2, 2)}).targets

@@ -1,0 +1,47 @@
+import numpy as np
+import pytest
+import torch
+from sklearn.neighbors import NearestNeighbors
+
+from residua.data import Splits
+from residua.evaluate import nearest_neighbors, neighbor_images
+
+
+def test_equals_scikit_learn() -> None:
+    x = torch.randn(300, 8)
+    found = nearest_neighbors(x, n_queries=20, k=5, seed=1)
+    other = NearestNeighbors(n_neighbors=6, metric="cosine", algorithm="brute").fit(x.numpy())
+    distance, index = other.kneighbors(x[found.queries].numpy())
+    assert found.indices.tolist() == index[:, 1:].tolist()
+    np.testing.assert_allclose(found.similarity.numpy(), 1 - distance[:, 1:], atol=1e-5)
+    assert len(found.queries.unique()) == 20
+
+
+def test_an_image_is_never_its_own_neighbour_even_among_duplicates() -> None:
+    x = torch.randn(3, 4).repeat(10, 1)
+    found = nearest_neighbors(x, n_queries=30, k=4)
+    assert found.indices.shape == (30, 4)
+    assert not (found.indices == found.queries[:, None]).any()
+    assert torch.equal(found.indices % 3, (found.queries[:, None] % 3).expand(-1, 4))
+
+
+def test_queries_follow_the_seed() -> None:
+    x = torch.randn(50, 4)
+    assert torch.equal(nearest_neighbors(x, seed=1).queries, nearest_neighbors(x, seed=1).queries)
+    assert not torch.equal(nearest_neighbors(x, seed=1).queries, nearest_neighbors(x, seed=2).queries)
+
+
+def test_images_stand_beside_their_query(digits: Splits) -> None:
+    found = nearest_neighbors(torch.randn(10, 4), n_queries=3, k=2)
+    rows = torch.arange(10) + 100
+    images = neighbor_images(digits.train, found, img_size=8, index=rows)
+    assert images.shape == (3, 3, 1, 8, 8)
+    query = digits.train.read(100 + int(found.queries[1]))
+    second = digits.train.read(100 + int(found.indices[1, 1]))
+    np.testing.assert_allclose(images[1, 0, 0].numpy(), query[..., 0] / 255, atol=1e-6)
+    np.testing.assert_allclose(images[1, 2, 0].numpy(), second[..., 0] / 255, atol=1e-6)
+
+
+def test_too_few_images() -> None:
+    with pytest.raises(ValueError, match="among 5 images"):
+        nearest_neighbors(torch.randn(5, 3), n_queries=2, k=5)

@@ -1,0 +1,164 @@
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+
+from residua.evaluate import FeatureSet, linear_probe
+from residua.evaluate.probe import Head, choose, split
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def digits() -> tuple[Pair, Pair]:
+    x, y = load_digits(return_X_y=True)
+    order = torch.randperm(len(y))
+    x, y = torch.from_numpy(x).float()[order], torch.from_numpy(y)[order]
+    return (x[:1200], y[:1200]), (x[1200:], y[1200:])
+
+
+def overlapping_blobs(n: int = 6000, classes: int = 8, d: int = 24) -> tuple[Pair, Pair]:
+    means, mixing = torch.randn(classes, d), torch.randn(d, d)
+    y = torch.randint(classes, (n,))
+    x = (0.5 * means[y] + torch.randn(n, d)) @ mixing + 3
+    return (x[: n // 2], y[: n // 2]), (x[n // 2 :], y[n // 2 :])
+
+
+def scikit_learn(train: Pair, test: Pair) -> float:
+    scale = StandardScaler().fit(train[0].numpy())
+    model = LogisticRegression(max_iter=2000).fit(scale.transform(train[0].numpy()), train[1].numpy())
+    return 100 * float(model.score(scale.transform(test[0].numpy()), test[1].numpy()))
+
+
+def with_views(data: Pair, noise: float = 0.0, views: int = 3) -> FeatureSet:
+    x, y = data
+    return FeatureSet({-1: x}, y, views={-1: x + noise * torch.randn(views, *x.shape)})
+
+
+@pytest.mark.parametrize("make", [digits, overlapping_blobs])
+def test_simple_is_within_half_a_point_of_scikit_learn(make) -> None:
+    differences = []
+    for _ in range(2):
+        train, test = make()
+        result = linear_probe(train, test)
+        differences.append(result.accuracy - scikit_learn(train, test))
+        assert 50 < result.accuracy < result.top5 <= 100
+    assert np.mean(differences) == pytest.approx(0, abs=0.5)
+
+
+@pytest.mark.parametrize("make", [digits, overlapping_blobs])
+def test_lbfgs_is_scikit_learn_and_its_choice_of_penalty_no_worse(make) -> None:
+    train, test = make()
+    expected = scikit_learn(train, test)
+    same = linear_probe(train, test, protocol="lbfgs", weight_decays=(1 / len(train[1]),))
+    assert same.accuracy == pytest.approx(expected, abs=0.2)
+    assert linear_probe(train, test, protocol="lbfgs").accuracy > expected - 0.5
+
+
+def test_cached_learns_from_views_and_is_scored_on_the_centre() -> None:
+    train, test = overlapping_blobs(2000)
+    plain = linear_probe(with_views(train), test, protocol="cached")
+    assert plain.accuracy == pytest.approx(scikit_learn(train, test), abs=1.5)
+    assert (plain.epochs, plain.batch_size) == (200, 32)
+    drowned = linear_probe(with_views(train, noise=300.0, views=9), test, protocol="cached", epochs=20)
+    assert drowned.accuracy < plain.accuracy - 5
+
+
+def test_the_right_layer_and_rate_are_chosen_and_every_layer_is_scored() -> None:
+    (x, y), (q, truth) = overlapping_blobs(1500)
+    train = FeatureSet({0: torch.randn(len(x), 24), 3: x, 5: torch.randn(len(x), 10)}, y)
+    test = FeatureSet({0: torch.randn(len(q), 24), 3: q, 5: torch.randn(len(q), 10)}, truth)
+    result = linear_probe(train, test, learning_rates=(1e-6, 1e-2), epochs=30)
+    assert (result.best.layer, result.best.learning_rate) == (3, 1e-2)
+    assert set(result.by_layer) == {0, 3, 5}
+    assert result.by_layer[3] == result.accuracy > 2 * max(result.by_layer[0], result.by_layer[5])
+    assert len(result.grid) == 6
+    assert result.best.held_out == max(head.held_out for head in result.grid)
+
+
+def test_ties_within_the_standard_error_go_to_the_lower_loss() -> None:
+    heads = [Head(0, 1.0, 0.0, 80.0, 0.9), Head(0, 2.0, 0.0, 79.0, 0.5), Head(0, 3.0, 0.0, 60.0, 0.1)]
+    assert choose(heads, 100) is heads[1]  # standard error 4 points
+    assert choose(heads, 10_000) is heads[0]  # 0.4 points
+
+
+@pytest.mark.parametrize("protocol", ["simple", "lbfgs"])
+def test_the_test_set_chooses_nothing(protocol: str) -> None:
+    (x, y), (q, truth) = overlapping_blobs(800)
+    train = FeatureSet({0: x[:, :20], 1: x}, y)
+    options = {"protocol": protocol, "weight_decays": (1e-4, 1e-1)}
+    if protocol == "simple":
+        options["epochs"] = 10
+    honest = linear_probe(train, FeatureSet({0: q[:, :20], 1: q}, truth), **options)
+    shuffled = truth[torch.randperm(len(truth))]
+    other = linear_probe(train, FeatureSet({0: -q[:, :20], 1: q * 7}, shuffled), **options)
+    assert (honest.best, honest.grid) == (other.best, other.grid)
+    assert honest.accuracy != other.accuracy
+
+
+def test_one_head_among_many_is_the_head_alone() -> None:
+    (x, y), test = overlapping_blobs(800)
+    alone = linear_probe((x, y), test, learning_rates=(1e-2,), epochs=10)
+    assert alone.grid == []
+    layers = FeatureSet({0: torch.randn_like(x), 1: x}, y)
+    both = linear_probe(
+        layers,
+        FeatureSet({0: torch.randn_like(test[0]), 1: test[0]}, test[1]),
+        learning_rates=(1e-2,),
+        epochs=10,
+    )
+    assert both.by_layer[1] == pytest.approx(alone.accuracy, abs=0.3)
+
+
+def test_scale_and_offset_of_features_do_not_matter() -> None:
+    (x, y), (q, truth) = overlapping_blobs(800)
+    one = linear_probe((x, y), (q, truth), epochs=5)
+    far = linear_probe((1e3 * x + 50, y), (1e3 * q + 50, truth), epochs=5)
+    assert far.accuracy == pytest.approx(one.accuracy, abs=0.6)
+    constant = torch.full((len(x), 2), 1e4)
+    padded = linear_probe(
+        (torch.cat([x, constant], 1), y), (torch.cat([q, constant[: len(q)] + 1], 1), truth), epochs=5
+    )
+    assert padded.accuracy == pytest.approx(one.accuracy, abs=0.3)
+
+
+def test_is_repeatable_and_leaves_the_random_state_alone() -> None:
+    train, test = overlapping_blobs(600)
+    state = torch.get_rng_state()
+    assert linear_probe(train, test, epochs=3, seed=1) == linear_probe(train, test, epochs=3, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_split_takes_its_share_of_every_class() -> None:
+    labels = torch.tensor([0] * 500 + [1] * 200 + [2] * 30)[torch.randperm(730)]
+    kept, held = split(labels, 0.1, seed=4)
+    assert torch.equal(torch.cat([kept, held]).sort().values, torch.arange(730))
+    np.testing.assert_allclose(labels[held].bincount().numpy(), [50, 20, 3], atol=1)
+    assert len(held) == pytest.approx(73, abs=1)
+    assert not torch.equal(split(labels, 0.1, seed=5)[1], held)
+    assert len(split(labels[:4], 0.1)[1]) == 1
+
+
+def test_wrong_inputs() -> None:
+    (x, y), test = overlapping_blobs(100)
+    with pytest.raises(ValueError, match="unknown probe protocol 'mae'; there are simple, cached, lbfgs"):
+        linear_probe((x, y), test, protocol="mae")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="views=3"):
+        linear_probe((x, y), test, protocol="cached")
+    with pytest.raises(ValueError, match="do not apply"):
+        linear_probe((x, y), test, protocol="lbfgs", epochs=3)
+    with pytest.raises(ValueError, match="labels"):
+        linear_probe((x, None), test)
+    with pytest.raises(ValueError, match="two classes"):
+        linear_probe((x, 0 * y), test)
+    with pytest.raises(ValueError, match="dimensions"):
+        linear_probe((x[:, :3], y), test)
+    with pytest.raises(ValueError, match="layers"):
+        linear_probe(FeatureSet({1: x}, y), FeatureSet({2: test[0]}, test[1]))
+    with pytest.raises(ValueError, match="holdout"):
+        linear_probe((x, y), test, holdout=1.0)
+    with pytest.raises(ValueError, match="positive"):
+        linear_probe((x, y), test, learning_rates=(0.0,))
+    with pytest.raises(ValueError, match="negative"):
+        linear_probe((x, y), test, weight_decays=(-1.0,))

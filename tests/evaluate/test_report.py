@@ -1,0 +1,72 @@
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from residua.evaluate import Report, Score
+
+
+def report() -> Report:
+    r = Report("photos", "cls", [0, 5], (32, 48), 1000, 200, "test split", seed=3)
+    for subject, layers, base in (
+        ("model", (0, 5), 60.0),
+        ("random init", (0, 5), 20.0),
+        ("pixels", (-1,), 30.0),
+    ):
+        for layer in layers:
+            for k in (10, 20):
+                r.scores.append(
+                    Score("kNN", subject, layer, base + layer + k / 100, "%", {"k": k, "T": 0.07})
+                )
+            probe = {"protocol": "simple", "epochs": 200, "holdout": 0.1, "selected": layer in (0, -1)}
+            r.scores.append(Score("linear probe", subject, layer, base + 1, "%", probe))
+            rank = {"n": 200, "of": "test"}
+            r.scores.append(Score("entropy rank", subject, layer, base / 20 + layer, "nats", rank))
+    return r
+
+
+def test_value_is_of_the_last_layer_or_the_one_chosen() -> None:
+    r = report()
+    assert r.value("kNN", k=20) == pytest.approx(65.2)
+    assert r.value("kNN", layer=0, k=10) == pytest.approx(60.1)
+    assert r.value("kNN", "pixels", layer=0, k=10) == pytest.approx(29.1)
+    assert r.value("entropy rank", "random init") == pytest.approx(6.0)
+    r.scores.append(Score("linear probe", "model", 5, 1.0, "%", {"selected": False}))
+    assert r.value("linear probe") == 61.0
+    with pytest.raises(KeyError, match="entropy rank, kNN, linear probe"):
+        r.value("accuracy")
+
+
+def test_the_table_states_what_the_numbers_depend_on_and_fits_a_terminal() -> None:
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(report().table())
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    for part in (
+        "photos, 32 x 48 px, read-out cls",
+        "1,000 train and 200 test images (test split)",
+        "kNN (k 10, T 0.07)",
+        "linear probe (simple)",
+        "simple protocol, 200 epochs",
+        "settings and layer (*) from 10% held out of train",
+        "200 test images",
+        "0 *",
+    ):
+        assert part in text
+    row = next(line for line in text.splitlines() if "kNN (k 20" in line and "│ 5 " in line)
+    assert [cell.strip() for cell in row.strip("│ ").split("│")[2:]] == ["65.2 %", "25.2 %", "29.2 %"]
+
+
+def test_json_holds_everything_and_no_nan(tmp_path: Path) -> None:
+    r = report()
+    r.probes["model"] = {"by_layer": {0: 61.0}, "best": {"held_out": float("nan")}}
+    path = r.save(tmp_path / "deep" / "scores.json")
+    stored = json.loads(path.read_text())
+    assert (stored["readout"], stored["seed"], stored["n_train"], stored["n_test"]) == ("cls", 3, 1000, 200)
+    assert stored["scores"][0] == {
+        **{"metric": "kNN", "subject": "model", "layer": 0, "value": 60.1, "unit": "%"},
+        "settings": {"k": 10, "T": 0.07},
+    }
+    assert stored["probes"]["model"] == {"by_layer": {"0": 61.0}, "best": {"held_out": None}}
+    assert [p.name for p in path.parent.iterdir()] == ["scores.json"]

@@ -1,0 +1,105 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from residua.data import Splits
+from residua.evaluate import entropy_rank, evaluate, extract, knn, linear_probe, pixel_features, rankme
+from residua.evaluate.suite import untrained
+from residua.nn import MAE, ViT
+
+FAST = {"probe": None, "rank": False, "neighbors": 0}
+
+
+def test_every_score_is_the_one_of_its_own_function_beside_both_baselines(mae: MAE, digits: Splits) -> None:
+    report = evaluate(mae, digits, probe="lbfgs", limit=400, seed=1)
+    feats = extract(mae, digits, limit=400, seed=1)
+    assert feats.test is not None
+    assert report.value("kNN") == knn(feats.train, feats.test, k=20, temperature=0.07).accuracy
+    probe = linear_probe(feats.train, feats.test, protocol="lbfgs", seed=1)
+    assert report.value("linear probe") == probe.accuracy
+    assert report.value("entropy rank") == entropy_rank(feats.test.last)
+    assert report.value("RankMe") == rankme(feats.test.last)
+    random = extract(untrained(mae.encoder, seed=1), digits, limit=400, seed=1)
+    assert random.test is not None
+    assert report.value("kNN", "random init") == knn(random.train, random.test).accuracy
+    pixels = pixel_features(digits, limit=400, seed=1)
+    assert pixels.test is not None
+    assert report.value("kNN", "pixels") == pytest.approx(knn(pixels.train, pixels.test).accuracy, abs=0.6)
+    assert report.value("kNN", "pixels") > 80
+
+
+def test_layers_and_several_k(mae: MAE, digits: Splits) -> None:
+    report = evaluate(mae, digits, layers="all", k=(1, 5), limit=100, **FAST)
+    feats = extract(mae, digits, layers="all", limit=100)
+    assert feats.test is not None
+    for layer in (0, 1):
+        own = knn(feats.train.only(layer), feats.test.only(layer), k=(1, 5))
+        assert {k: report.value("kNN", layer=layer, k=k) for k in (1, 5)} == {
+            k: r.accuracy for k, r in own.items()
+        }
+
+
+def test_the_untrained_encoder_is_random_not_an_identity_and_repeatable(mae: MAE) -> None:
+    assert not mae.encoder.blocks[0].mlp.fc2.weight.any()
+    state = torch.get_rng_state()
+    twin = untrained(mae.encoder, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert twin.blocks[0].mlp.fc2.weight.any()
+    assert twin.shortcut.alpha.tolist() == mae.encoder.shortcut.alpha.tolist()
+    again, other = untrained(mae.encoder, seed=3), untrained(mae.encoder, seed=4)
+    weight = "blocks.1.attn.qkv.weight"
+    assert torch.equal(twin.state_dict()[weight], again.state_dict()[weight])
+    assert not torch.equal(twin.state_dict()[weight], other.state_dict()[weight])
+
+
+def test_evaluation_leaves_training_alone(mae: MAE, digits: Splits) -> None:
+    mae.train()
+    state = torch.get_rng_state()
+    evaluate(mae, digits, probe="cached", epochs=2, limit=60)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in mae.modules())
+
+
+def test_without_labels_there_are_ranks_and_neighbours(vit: ViT, noise: Splits) -> None:
+    noise.train.labels = None
+    report = evaluate(vit, Splits("noise", noise.train), neighbors=3)
+    assert {s.metric for s in report.scores} == {"entropy rank", "RankMe"}
+    assert (report.n_train, report.n_test, report.test) == (50, 0, "none")
+    stored = json.loads(report.to_json())["neighbors"]
+    assert len(stored) == 3
+    assert all(len(row["neighbors"]) == 3 and row["query"] not in row["neighbors"] for row in stored)
+
+
+def test_without_a_test_split_part_of_the_training_images_is_one(mae: MAE, digits: Splits) -> None:
+    report = evaluate(mae, Splits("digits", digits.train), limit=300, **FAST)
+    assert (report.n_train, report.n_test) == (240, 60)
+    assert report.test == "20% of the training images"
+
+
+def test_few_images_mean_few_neighbours_and_one_class_no_accuracy(mae: MAE, digits: Splits) -> None:
+    report = evaluate(mae, digits, limit=12, **FAST)
+    assert {s.settings["k"] for s in report.scores} == {12}
+    alike = digits.train.subset(np.flatnonzero(digits.train.labels == 3)[:20])
+    assert {s.metric for s in evaluate(mae, Splits("threes", alike)).scores} == {"entropy rank", "RankMe"}
+
+
+def test_collapse_is_reported_not_raised(mae: MAE, digits: Splits) -> None:
+    for p in mae.parameters():
+        torch.nn.init.zeros_(p)
+    mae.encoder.pos_embed.fill_(1.0)
+    report = evaluate(mae, digits, knn=False, probe=None, limit=50)
+    assert report.value("entropy rank") == 0
+    assert report.value("entropy rank", "random init") > 0.1
+    assert "collapsed" in report.table().caption
+
+
+def test_wrong_inputs_are_refused_before_anything_is_read(mae: MAE, digits: Splits, monkeypatch) -> None:
+    monkeypatch.setattr("residua.evaluate.suite.collect_all", lambda *_: pytest.fail("images were read"))
+    with pytest.raises(ValueError, match="unknown probe protocol"):
+        evaluate(mae, digits, probe="mae")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="readout"):
+        evaluate(mae, digits, readout="mean")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="divisible"):
+        evaluate(mae, digits, img_size=9)

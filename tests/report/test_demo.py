@@ -1,0 +1,65 @@
+"""The demo, in its quick version."""
+
+import sys
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from rich.console import Console
+
+import residua
+from residua.report import demo
+from residua.report.demo import QUICK, SETTINGS
+from residua.report.runs import headline, read_run, show
+from residua.train.config import Pretrain
+
+
+def test_one_page_and_one_table(quick_demo: Any, read_page: Callable[[Path], Any]) -> None:
+    page, table, records = quick_demo
+    found = read_page(page)
+    console = Console(file=StringIO(), width=200)
+    console.print(table)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    for name in ("fading", "plain"):
+        report = read_run(page.parent / name).evaluation
+        assert report is not None
+        assert len(report.layers) == QUICK["depth"]
+        for own in headline(report).values():
+            assert show(own["model"]) in found.text
+            assert show(own["model"]) in printed
+    for part in ("does not show that fading shortcuts help", "one seed", "synthetic", "principal components"):
+        assert part in found.text
+    assert {r["run"] for r in records} == {"fading", "plain"}
+    assert records[-1]["step"] == records[-1]["steps"]
+
+
+def test_the_two_runs_differ_in_alpha_alone(quick_demo: Any) -> None:
+    models = {name: residua.load(quick_demo[0].parent / name) for name in ("fading", "plain")}
+    assert residua.stream(models["plain"]).alpha_eff == 1
+    assert residua.stream(models["fading"]).alpha_eff < 1
+    config = {name: model.config for name, model in models.items()}
+    assert {k for k in config["plain"] if config["plain"][k] != config["fading"][k]} == {"alpha_min"}
+
+
+def test_an_earlier_demo_is_replaced_and_other_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kept in ("mine.txt", "other/config.yaml", "plain/mine.txt"):
+        (tmp_path / kept).parent.mkdir(exist_ok=True)
+        (tmp_path / kept).write_text("mine")
+    (tmp_path / "fading").mkdir()
+    (tmp_path / "fading/config.yaml").write_text("data: shapes")
+
+    def stop(_: Pretrain) -> NoReturn:
+        raise InterruptedError
+
+    monkeypatch.setattr(sys.modules["residua.report.demo"], "prepare", stop)
+    with pytest.raises(InterruptedError):
+        demo(tmp_path, quick=True)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"mine.txt", "other/config.yaml", "plain/mine.txt"}
+
+
+def test_settings_are_settings() -> None:
+    known = Pretrain().settings()
+    assert set(SETTINGS) | set(QUICK) <= set(known)

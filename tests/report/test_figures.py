@@ -1,0 +1,89 @@
+"""Figures draw for every number of channels, and nothing in a name can break them."""
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from residua.report import figures, pictures
+
+HOSTILE = ["_hidden", "$\\frac{", "<b>&", "a" * 200]
+
+
+def draw(figure: Figure) -> Figure:
+    figure.draw_without_rendering()
+    return figure
+
+
+def labels(figure: Figure) -> list[str]:
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def test_every_run_is_in_the_legend_whatever_its_name() -> None:
+    records = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}]
+    figure = draw(figures.loss_curves(dict.fromkeys(HOSTILE, records)))
+    shown = labels(figure)
+    assert len(shown) == 4
+    assert [s.strip("\u200b") for s in shown[:3]] == HOSTILE[:3]
+    assert len(shown[3]) < 30
+
+
+def test_a_run_without_loss_is_left_out() -> None:
+    figure = draw(figures.loss_curves({"a": [{"step": 1, "loss": 1.0}], "b": [{"step": 1}], "c": []}))
+    assert len(figure.axes[0].lines) == 1
+
+
+def test_depth_curves_hold_the_numbers_and_baselines_are_reference_lines() -> None:
+    runs = {"a": {2: 3.0, 0: 1.0, 1: 2.0}, "b": {0: 5.0}}
+    axes = draw(figures.depth_curves("kNN", runs, {"random init": {0: 0.5, 1: 0.4}, "pixels": 7.0})).axes[0]
+    drawn = [(line.get_xdata(), line.get_ydata()) for line in axes.lines]
+    np.testing.assert_array_equal(drawn[0], ([0, 1, 2], [1.0, 2.0, 3.0]))
+    np.testing.assert_array_equal(drawn[2], ([0, 1], [0.5, 0.4]))
+    np.testing.assert_array_equal(axes.lines[3].get_ydata(), [7.0, 7.0])
+    assert [line.get_color() for line in axes.lines[2:]] == [figures.REFERENCE] * 2
+    assert axes.get_ylabel() == "kNN (%)"
+
+
+def test_a_run_has_one_colour_on_all_figures() -> None:
+    loss = figures.loss_curves({n: [{"step": 1, "loss": 1.0}] for n in "ab"})
+    depth = figures.depth_curves("rank", {"a": {0: 1.0}, "b": {0: 2.0}}, unit="nats")
+    alpha = figures.alpha_schedule({"a": [1, 0.9], "b": [1, 1]})
+    colours = [[line.get_color() for line in f.axes[0].lines] for f in (loss, depth, alpha)]
+    assert colours[0] == colours[1] == colours[2] == list(figures.PALETTE[:2])
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 5])
+def test_pictures_draw_for_any_number_of_channels(channels: int) -> None:
+    images = pictures.displayable(torch.rand(4, channels, 12, 16))
+    assert images.shape == (4, 12, 16, 3)
+    draw(figures.reconstructions({"truth": images, "masked": images, "$a_": images}))
+    draw(figures.feature_maps(images, {"a": np.random.rand(4, 3, 4, 3)}))
+    draw(figures.neighbor_grid(images[None].repeat(3, 0)))
+    assert ("channel" in pictures.channels_note(channels)) == (channels in (2, 5))
+
+
+def test_a_sheet_holds_its_pictures_pixel_for_pixel() -> None:
+    rows = {name: np.random.rand(3, 8, 8, 3) for name in ("truth", "model")}
+    sheet = figures.reconstructions(rows).axes[0].images[0].get_array()
+    assert sheet is not None
+    gap = figures._gap(8)
+    np.testing.assert_allclose(sheet[8 + gap :, 8 + gap : 16 + gap, :3], rows["model"][1])
+    assert (sheet[8] == 0).all(), "gaps are transparent"
+
+
+def test_principal_colours_follow_the_principal_direction() -> None:
+    """Features along one line: the first component is their place on it, in one basis for all images."""
+    place = torch.linspace(0, 1, 40).reshape(4, 10)
+    colours = pictures.principal_rgb(place[..., None] * torch.tensor([3.0, -4.0, 0.0, 0.0]))
+    first = colours[..., 0].flatten()
+    assert abs(np.corrcoef(first, place.flatten())[0, 1]) > 0.999
+    assert first.min() == 0
+    assert first.max() == 1
+
+
+def test_sixteen_bit_pixels_are_stretched_to_their_range() -> None:
+    dim = torch.rand(2, 1, 4, 4) * 0.01 + 0.2
+    limits = dim.amin((0, 2, 3), keepdim=True), dim.amax((0, 2, 3), keepdim=True)
+    shown = pictures.displayable(dim, limits)
+    assert shown.min() == 0
+    assert shown.max() == pytest.approx(1)

@@ -1,0 +1,172 @@
+"""What a user types, and what they are told when it is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import residua
+from residua import cli
+
+TINY = ["--data", "shapes?n=48&size=16&test=16", "--size", "nano", "--depth", "2", "--embed-dim", "32", "--num-heads", "2",
+        "--decoder-embed-dim", "32", "--decoder-depth", "1", "--patch-size", "4", "--batch-size", "16", "--steps", "6",
+        "--cpu"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    assert cli.main(["pretrain", *TINY, "--eval-every", "1", "--out", str(folder)]) == 0
+    return folder
+
+
+def fails(capsys, *args: str) -> str:
+    assert cli.main(list(args)) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_usage_lists_exactly_the_commands_there_are():
+    named = {line.split()[1] for line in cli.USAGE.splitlines() if line.startswith("  residua ")}
+    assert named == set(cli.COMMANDS)
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == residua.__version__
+
+
+def test_pretrain_leaves_a_whole_run(run):
+    names = {path.name for path in run.iterdir()}
+    assert {"config.yaml", "environment.json", "metrics.jsonl", "evaluation.json", "report.html", "checkpoints"} <= names
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
+    assert "eval/kNN" in records[2]
+    assert residua.load(run).config["depth"] == 2
+
+
+def test_pretrain_says_what_it_chose_and_what_it_is_worth(tmp_path, capsys):
+    assert cli.main(["pretrain", *TINY, "--out", str(tmp_path / "r")]) == 0
+    out = capsys.readouterr().out
+    for word in ("data", "model", "steps", "device", "run", "alpha_min 0.9", "entropy rank", "residua.load(", "random init"):
+        assert word in out
+
+
+def test_resume_of_a_finished_run_changes_nothing(run):
+    before = (run / "checkpoints" / "step-0000006" / "model.safetensors").read_bytes()
+    assert cli.main(["pretrain", "--out", str(run), "--resume", "--cpu"]) == 0
+    assert (run / "checkpoints" / "step-0000006" / "model.safetensors").read_bytes() == before
+
+
+def test_dry_run_trains_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["pretrain", *TINY, "--dry-run"]) == 0
+    assert "GiB" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_file(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("alpha_min: 0.5\nsteps: 2\n")
+    assert cli.main(["pretrain", str(tmp_path / "mine.yaml"), *TINY[:-3], "--cpu", "--dry-run"]) == 0
+    assert "alpha_min 0.5" in capsys.readouterr().out
+
+
+def test_evaluate_at_another_size_writes_json(run, tmp_path):
+    out = tmp_path / "scores.json"
+    args = ["--img-size", "24", "--probe", "lbfgs", "--k", "5", "10", "--layers", "0", "1", "--out", str(out)]
+    assert cli.main(["evaluate", str(run), *args]) == 0
+    scores = json.loads(out.read_text())
+    assert scores["img_size"] == [24, 24]
+    assert {s["settings"]["k"] for s in scores["scores"] if s["metric"] == "kNN"} == {5, 10}
+    assert {s["subject"] for s in scores["scores"]} == {"model", "random init", "pixels"}
+
+
+def test_data_info_and_preview(tmp_path, capsys):
+    assert cli.main(["data", "info", "digits"]) == 0
+    assert "1442" in capsys.readouterr().out
+    assert cli.main(["data", "preview", "digits", "--out", str(tmp_path / "p.png"), "--n", "9"]) == 0
+    assert Image.open(tmp_path / "p.png").size[0] >= 24
+
+
+def test_recipes_are_complete_configurations(capsys):
+    from residua.recipes import RECIPES
+
+    assert cli.main(["recipes"]) == 0
+    out = capsys.readouterr().out
+    for name, recipe in RECIPES.items():
+        assert name in out
+        assert recipe.config.settings()["alpha_min"] == recipe.settings["alpha_min"]
+
+
+def test_unknown_command_and_recipe_name_the_nearest(capsys):
+    assert "pretrain" in fails(capsys, "pretrian")
+    assert "mae-shapes" in fails(capsys, "pretrain", "mae-shape")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--data", "folder:/no/such/place"], "/no/such/place"),
+        (["--alpha-min", "1.5"], "alpha_min is 1.5"),
+        (["--alpha-min", "0.5", "--alpha-eff", "0.1"], "not both"),
+        (["--img-size", "30"], "not divisible"),
+        (["--patch-size", "64"], "smaller than one patch"),
+        (["--mask-ratio", "1.0"], "mask_ratio"),
+        (["--anneal", "2"], "anneal"),
+        (["--init", "/no/such/weights.pth"], "/no/such/weights.pth"),
+        (["--resume"], "--out"),
+    ],
+)
+def test_wrong_settings_are_refused_before_work(capsys, monkeypatch, tmp_path, args, words):
+    monkeypatch.chdir(tmp_path)
+    assert words in fails(capsys, "pretrain", *TINY, *args)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_empty_folder(capsys, tmp_path):
+    assert "no images" in fails(capsys, "pretrain", "--data", f"folder:{tmp_path}").lower()
+
+
+def test_labels_missing_where_needed_is_no_score_but_a_rank(tmp_path, run, capsys):
+    for i in range(12):
+        Image.fromarray(np.full((16, 16, 3), 20 * i, np.uint8)).save(tmp_path / f"{i}.png")
+    assert cli.main(["evaluate", str(run), "--data", f"folder:{tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert "entropy rank" in out
+    assert "kNN" not in out
+
+
+def test_checkpoint_of_another_architecture_is_named(run, capsys, tmp_path):
+    args = [*TINY, "--embed-dim", "48", "--init", str(run), "--out", str(tmp_path / "x")]
+    assert "different architecture" in fails(capsys, "pretrain", *args)
+
+
+def test_evaluate_needs_a_model(capsys, tmp_path):
+    assert "nothing at" in fails(capsys, "evaluate", str(tmp_path / "none"))
+    assert "no run and no weights" in fails(capsys, "evaluate", str(tmp_path))
+
+
+def test_help_of_every_command():
+    for name in cli.COMMANDS:
+        with pytest.raises(SystemExit) as left:
+            cli.main([name, "--help"])
+        assert left.value.code == 0
+
+
+def test_wheel_holds_all_that_the_demo_needs(tmp_path):
+    root = Path(__file__).parent.parent
+    call = [sys.executable, "-m", "pip", "--quiet", "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(root)]
+    subprocess.run(call, check=True)
+    (wheel,) = tmp_path.glob("residua-*.whl")
+    site = tmp_path / "site"
+    subprocess.run([sys.executable, "-m", "pip", "--quiet", "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    code = "import sys, residua, residua.cli; print(residua.__file__); sys.exit(residua.cli.main(['demo', '--quick', '--out', 'd']))"
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert str(site) in done.stdout
+    assert (tmp_path / "d" / "report.html").stat().st_size > 10_000

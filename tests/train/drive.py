@@ -1,0 +1,219 @@
+"""A small run, and ways to end it: what the tests of the training loop share."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from residua.nn import MAE
+from residua.train import Hooks, Pretrain, checkpoint, fit, loop, prepare, read_metrics
+from residua.train.checkpoint import checkpoints, load_file, load_training
+
+STEPS = 12
+
+
+def small(out: Path | None = None, **changes: Any) -> Pretrain:
+    """12 steps in about a second, with everything that has a state: moving average, clipping, annealing."""
+    settings = {
+        "data": "shapes?n=40&size=16", "size": "nano", "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2,
+        "decoder_embed_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2, "alpha_min": 0.7, "anneal": 0.5,
+        "steps": STEPS, "batch_size": 16, "lr": 2e-3, "clip": 1.0, "ema": 0.8, "cpu": True, "trackers": (),
+        "checkpoint_every": 3, "log_every": 2, "resident": True, "out": str(out) if out else None,
+        "dry_run": out is None,
+    }  # fmt: skip
+    return Pretrain().override(**settings | changes)
+
+
+def pretrain(config: Pretrain, hooks: Hooks | None = None) -> MAE:
+    return fit(prepare(config), hooks)
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """What differs, to the last bit, between the ends of two runs: weights, average, optimiser, records."""
+    a, b = checkpoints(one)[-1], checkpoints(other)[-1]
+    found = [] if a.name == b.name else [f"last checkpoints {a.name} and {b.name}"]
+    for file in ("model.safetensors", "ema.safetensors"):
+        left, right = load_file(a / file), load_file(b / file)
+        found += [f"{file} {k}" for k in left | right if k not in left or not torch.equal(left[k], right[k])]
+    left, right = load_training(a)["optimizer"]["state"], load_training(b)["optimizer"]["state"]
+    found += [f"optimizer {p} {k}" for p in left for k in left[p] if not torch.equal(left[p][k], right[p][k])]
+    records = [[(r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in read_metrics(run)] for run in (one, other)]
+    steps = [[step for step, *_ in rows] for rows in records]
+    found += [f"records of {run} are not in order" for run, s in zip((one, other), steps) if s != sorted(set(s))]
+    if steps[0] != steps[1]:  # a run that was asked to stop has a record more, and means over other steps
+        common = set(steps[0]) & set(steps[1])
+        records = [[(step, lr, norm) for step, _, lr, norm in rows if step in common] for rows in records]
+    found += [f"record {left}, not {right}" for left, right in zip(*records) if left != right]
+    return found
+
+
+# ---------------------------------------------------------------- processes of their own
+
+_context = get_context("forkserver")
+_context.set_forkserver_preload(["residua.train.pretrain", "residua.data", "timm", "accelerate"])
+
+
+def start(target: Callable[..., None], *args: Any) -> Any:
+    process = _context.Process(target=target, args=args)
+    process.start()
+    return process
+
+
+def train(config: Pretrain, stage: str | None = None, nth: int = 1) -> None:
+    """Train, and die by SIGKILL the nth time that the run comes to a stage."""
+    torch.set_num_threads(1)
+    if stage is not None:
+        STAGES[stage](_Nth(nth))
+    pretrain(config)
+
+
+def train_rank(config: Pretrain, rank: int, world: int, port: int) -> None:
+    """One of several processes."""
+    torch.set_num_threads(1)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
+    session = prepare(config)
+    assert session.accelerator.num_processes == world
+    fit(session)
+
+
+def kill_at_random(config: Pretrain, run: Path, chance: random.Random, last: int) -> int | None:
+    """Start or continue the run, let it come some way, kill it; the step it had saved, or None if it came through."""
+    done = checkpoints(run)
+    reached = int(done[-1].name[5:]) if done else 0
+    goal = chance.randint(reached, last)
+    process = start(train, config)
+    deadline = time.monotonic() + 60
+    while process.is_alive() and time.monotonic() < deadline:
+        done = checkpoints(run)
+        if (run / "config.yaml").exists() and (goal == 0 or (done and int(done[-1].name[5:]) >= goal)):
+            break
+        time.sleep(0.002)
+    time.sleep(chance.random() * 0.05)
+    process.kill()
+    process.join()
+    done = checkpoints(run)
+    return (int(done[-1].name[5:]) if done else 0) if process.exitcode == -signal.SIGKILL else None
+
+
+class _Nth:
+    """Counts how often a stage was reached, and kills this process at the right time."""
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+
+    def due(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+    def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _half(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def _in_model_file(nth: _Nth) -> None:
+    write = checkpoint.save_file
+
+    def save_file(state: Any, path: Path, **options: Any) -> None:
+        write(state, path, **options)
+        if nth.due():
+            _half(path)
+            nth.kill()
+
+    checkpoint.save_file = save_file
+
+
+def _in_training_state(nth: _Nth) -> None:
+    write = torch.save
+
+    def save(content: Any, path: Path) -> None:
+        write(content, path)
+        if nth.due():
+            _half(path)
+            nth.kill()
+
+    torch.save = save
+
+
+def _in_text(name: str) -> Callable[[_Nth], None]:
+    def arm(nth: _Nth) -> None:
+        write = Path.write_text
+
+        def write_text(path: Path, text: str, *rest: Any) -> int:
+            if name in path.name and nth.due():
+                write(path, text[: len(text) // 2], *rest)
+                nth.kill()
+            return write(path, text, *rest)
+
+        Path.write_text = write_text  # type: ignore[method-assign]
+
+    return arm
+
+
+def _around_rename(before: bool) -> Callable[[_Nth], None]:
+    def arm(nth: _Nth) -> None:
+        move = Path.rename
+
+        def rename(path: Path, target: Path) -> Path:
+            due = nth.due()
+            if due and before:
+                nth.kill()
+            result = move(path, target)
+            if due:
+                nth.kill()
+            return result
+
+        Path.rename = rename  # type: ignore[method-assign]
+
+    return arm
+
+
+def _in_removal(file: str) -> Callable[[_Nth], None]:
+    def arm(nth: _Nth) -> None:
+        remove = shutil.rmtree
+
+        def rmtree(path: Path, **options: Any) -> None:
+            if Path(path).name.startswith("step-") and nth.due():
+                (Path(path) / file).unlink()
+                nth.kill()
+            remove(path, **options)
+
+        shutil.rmtree = rmtree  # type: ignore[assignment]
+
+    return arm
+
+
+def _in_metrics(nth: _Nth) -> None:
+    write = loop._append
+
+    def append(path: Path, line: str) -> None:
+        if nth.due():
+            write(path, line[: len(line) // 2])
+            nth.kill()
+        write(path, line)
+
+    loop._append = append
+
+
+STAGES: dict[str, Callable[[_Nth], None]] = {
+    "in the weights": _in_model_file,
+    "in the training state": _in_training_state,
+    "in the description": _in_text("model.json"),
+    "before the rename": _around_rename(before=True),
+    "after the rename": _around_rename(before=False),
+    "removing an old checkpoint's weights": _in_removal("model.safetensors"),
+    "removing an old checkpoint's description": _in_removal("model.json"),
+    "in a record": _in_metrics,
+    "in the configuration": _in_text("config.yaml"),
+}

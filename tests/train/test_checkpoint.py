@@ -1,0 +1,169 @@
+"""What is on disk: whole or not there, and enough to build the model again."""
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import residua
+from residua.data import Preprocessing
+from residua.nn import MAE
+from residua.train import checkpoint as ckpt
+
+SMALL = {
+    "img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2,
+    "decoder_embed_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model() -> MAE:
+    mae = residua.create_model("mae_vit", **SMALL, alpha_min=0.6, zero_init=False)
+    assert isinstance(mae, MAE)
+    mae.preprocessing = Preprocessing((16, 16), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    return mae
+
+
+def write(run: Path, step: int, model: MAE, **options: Any) -> Path:
+    return ckpt.write_checkpoint(run, step, model, {"step": step}, **options)
+
+
+def outputs(model: MAE) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(2, 3, 16, 16, generator=generator)
+    with torch.no_grad():
+        return model(images, torch.rand(2, 16, generator=generator))
+
+
+def same(one: MAE, other: MAE) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(outputs(one), outputs(other)))
+
+
+def test_a_checkpoint_brings_model_and_preprocessing(model: MAE, tmp_path: Path) -> None:
+    path = write(tmp_path, 7, model)
+    assert path == tmp_path / "checkpoints" / "step-0000007"
+    for place in (tmp_path, path, path / "model.safetensors"):
+        loaded = residua.load(place)
+        assert isinstance(loaded, MAE)
+        assert same(loaded, model)
+        assert not loaded.training
+        assert loaded.preprocessing == model.preprocessing == loaded.encoder.preprocessing
+        assert loaded.config == model.config
+    image = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    assert loaded.encoder(loaded.preprocessing(image)[None]).shape == (1, 17, 32)
+    described = json.loads((path / "model.json").read_text())
+    assert (described["step"], described["model"]["alpha_min"]) == (7, 0.6)
+    assert ckpt.load_training(path) == {"step": 7}
+
+
+def test_the_moving_average_is_preferred(model: MAE, tmp_path: Path) -> None:
+    average = {k: v + 0.1 if v.is_floating_point() else v for k, v in model.state_dict().items()}
+    write(tmp_path, 1, model, ema=average)
+    assert torch.equal(residua.load(tmp_path).encoder.cls_token, average["encoder.cls_token"])
+    assert same(residua.load(tmp_path, ema=False), model)
+
+
+def test_lone_encoders_and_annealed_alphas_come_back(tmp_path: Path) -> None:
+    vit = residua.create_model("vit", **{k: v for k, v in SMALL.items() if "decoder" not in k}, alpha_min=0.5)
+    vit.shortcut.set_strength(0.5)
+    ckpt.save_model(vit, tmp_path / "vit.safetensors")
+    loaded = residua.load(tmp_path / "vit.safetensors")
+    assert torch.equal(loaded.shortcut.alpha, vit.shortcut.alpha)
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(loaded(images), vit(images))
+
+
+@pytest.mark.parametrize(("keep", "left"), [(2, [4, 5]), (1, [5]), (0, [1, 2, 3, 4, 5])])
+def test_only_the_newest_are_kept(model: MAE, tmp_path: Path, keep: int, left: list[int]) -> None:
+    for step in range(1, 6):
+        write(tmp_path, step, model, keep=keep)
+    assert [int(p.name[5:]) for p in ckpt.checkpoints(tmp_path)] == left
+    assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
+
+
+def test_checkpoints_are_in_order_beyond_seven_digits(model: MAE, tmp_path: Path) -> None:
+    for step in (9_999_999, 10_000_000):
+        write(tmp_path, step, model)
+    assert ckpt.checkpoints(tmp_path)[-1].name == "step-10000000"
+
+
+def test_the_same_step_may_be_written_again(model: MAE, tmp_path: Path) -> None:
+    write(tmp_path, 1, model)
+    with torch.no_grad():
+        model.encoder.cls_token.add_(1)
+    write(tmp_path, 1, model)
+    assert same(residua.load(tmp_path), model)
+
+
+def test_unfinished_checkpoints_do_not_count(model: MAE, tmp_path: Path) -> None:
+    with pytest.raises(ckpt.CheckpointError, match="nothing at"):
+        residua.load(tmp_path / "nowhere")
+    with pytest.raises(ckpt.CheckpointError, match="holds no run and no weights"):
+        residua.load(tmp_path)
+    (tmp_path / "checkpoints" / ".unfinished-0000003").mkdir(parents=True)
+    with pytest.raises(ckpt.CheckpointError, match="no complete checkpoint yet"):
+        residua.load(tmp_path)
+    write(tmp_path, 2, model)
+    assert residua.load(tmp_path).config == model.config
+
+
+def test_a_file_cut_short_says_so(model: MAE, tmp_path: Path) -> None:
+    file = write(tmp_path, 1, model) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ckpt.CheckpointError, match=r"model.safetensors is broken or cut short"):
+        residua.load(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["save_file", "torch.save", "rename"])
+def test_a_full_disk_keeps_the_last_good_checkpoint(
+    model: MAE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    good = write(tmp_path, 1, model)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if where == "save_file":
+        monkeypatch.setattr(ckpt, "save_file", full)
+    elif where == "torch.save":
+        monkeypatch.setattr(torch, "save", full)
+    else:
+        monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(ckpt.CheckpointError) as caught:
+        write(tmp_path, 2, model)
+    message = str(caught.value)
+    assert "No space left on device" in message
+    assert f"the last good checkpoint is {good}" in message
+    assert "--resume" in message
+    assert list((tmp_path / "checkpoints").iterdir()) == [good]
+    assert same(residua.load(tmp_path), model)
+
+
+def test_a_text_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    ckpt.write_text(path, "old")
+    monkeypatch.setattr(ckpt, "_sync", lambda p: (_ for _ in ()).throw(OSError("cut off here")))
+    with pytest.raises(OSError, match="cut off"):
+        ckpt.write_text(path, "new and longer")
+    assert path.read_text() == "old"
+
+
+def test_another_architecture_under_our_own_names_is_refused(model: MAE, tmp_path: Path) -> None:
+    write(tmp_path, 1, model)
+    other = residua.create_model("mae_vit", **SMALL | {"depth": 3})
+    with pytest.raises(ValueError, match=r"different architecture.*blocks.2"):
+        ckpt.initialize(other, tmp_path)
+
+
+def test_a_run_starts_another_with_its_own_schedule(model: MAE, tmp_path: Path) -> None:
+    write(tmp_path, 1, model)
+    other = residua.create_model("mae_vit", **SMALL, alpha_min=0.9)
+    ckpt.initialize(other, tmp_path)
+    assert float(other.encoder.shortcut.alpha[-1]) == pytest.approx(0.9)
+    weights = {k: v for k, v in other.state_dict().items() if "alpha" not in k}
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in weights.items())

@@ -1,0 +1,165 @@
+"""Settings: how they are written, read and chosen."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residua import data
+from residua.train.config import Pretrain, build_model, resolve
+
+
+def chosen(device: str = "cpu", n: int = 1000, size: int = 32, **settings: Any) -> dict[str, Any]:
+    source = data.load(f"shapes?n={n}&size={size}").train
+    return resolve(Pretrain().override(**settings), source, device).settings()
+
+
+def test_yaml_round_trip(tmp_path: Path) -> None:
+    config = Pretrain().override(
+        data="folder:~/my photos", alpha_min=0.7, betas=(0.9, 0.99), trackers=("tensorboard", "wandb"),
+        lr=1e-4, steps=10, zero_init=False, clip=None, ema=0.999, until=0.5,
+    )  # fmt: skip
+    config.save(tmp_path / "config.yaml")
+    assert Pretrain.read(tmp_path / "config.yaml") == config
+
+
+def test_yaml_may_be_flat_and_partial(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("alpha_min: 0.8\nscale: [0.5, 1.0]\noptim:\n  epochs: 3\n")
+    assert Pretrain.read(path) == Pretrain().override(alpha_min=0.8, scale=(0.5, 1.0), epochs=3)
+    path.write_text("")
+    assert Pretrain.read(path) == Pretrain()
+
+
+def test_yaml_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("lr: 1e-4\nweight_decay: 5E-2\ndata: digits\n")
+    config = Pretrain.read(path)
+    assert (config.optim.lr, config.optim.weight_decay, config.data.data) == (1e-4, 0.05, "digits")
+
+
+def test_yaml_mistakes_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("alfa_min: 0.8\n")
+    with pytest.raises(ValueError, match=r"mine.yaml: no setting named alfa_min"):
+        Pretrain.read(path)
+    path.write_text("- 1\n- 2\n")
+    with pytest.raises(ValueError, match=r"mine.yaml holds no settings"):
+        Pretrain.read(path)
+
+
+def test_every_setting_has_a_name_of_its_own() -> None:
+    from dataclasses import fields
+
+    groups = [getattr(Pretrain(), f.name) for f in fields(Pretrain)]
+    assert len(Pretrain().settings()) == sum(len(fields(group)) for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("n", "device", "epochs"),
+    [
+        (1_000, "cpu", 60), (10_000, "cpu", 15), (1_000_000, "cpu", 5),
+        (1_000, "cuda", 800), (25_000, "cuda", 200), (1_281_167, "cuda", 100),
+    ],
+)  # fmt: skip
+def test_epochs_follow_data_and_device(n: int, device: str, epochs: int) -> None:
+    got = chosen(device, n)
+    batch = 64 if device == "cpu" else 256
+    assert got["batch_size"] == batch
+    assert got["steps"] == math.ceil(epochs * n / batch)
+    assert got["epochs"] == pytest.approx(epochs, rel=0.01)
+    assert got["size"] == ("nano" if device == "cpu" else "small")
+    assert got["compile"] == (device == "cuda")
+    assert got["precision"] == "fp32"  # there is no GPU here to have bf16
+
+
+@pytest.mark.parametrize(
+    ("pixels", "side", "patch"),
+    [(8, 8, 2), (14, 14, 2), (16, 16, 2), (28, 28, 4), (32, 32, 4), (64, 64, 8), (100, 96, 8), (256, 224, 16)],
+)
+def test_image_and_patch_size_follow_the_images(pixels: int, side: int, patch: int) -> None:
+    got = chosen(n=10, size=pixels)
+    assert (got["img_size"], got["patch_size"]) == (side, patch)
+    assert side % patch == 0
+
+
+def test_a_chosen_size_fits_the_patch_given() -> None:
+    got = chosen(n=10, size=30, patch_size=8)
+    assert (got["img_size"], got["patch_size"]) == (24, 8)
+    assert chosen(n=10, size=64, img_size=30)["img_size"] == 30  # what is given stays
+
+
+def test_the_batch_is_never_larger_than_the_data() -> None:
+    assert chosen(n=20)["batch_size"] == 20
+    assert chosen(n=20, batch_size=512)["batch_size"] == 20
+
+
+def test_learning_rate_rules() -> None:
+    assert chosen("cuda")["lr"] == pytest.approx(3e-4)  # width 384, batch 256
+    assert chosen("cuda", size=32, embed_dim=768, batch_size=64)["lr"] == pytest.approx(3e-4 / 2 / 2)
+    assert chosen("cuda", base_lr=1.5e-4, batch_size=1024, n=5000)["lr"] == pytest.approx(6e-4)
+    assert chosen(lr=0.5)["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "alpha"),
+    [
+        ({}, 0.9), ({"decoder": "plain"}, 1.0), ({"alpha_eff": 0.01}, 1.0), ({"control": "both"}, 1.0),
+        ({"schedule": "learned"}, 1.0), ({"alpha_min": 0.6, "decoder": "plain"}, 0.6),
+    ],
+)  # fmt: skip
+def test_alpha_left_to_us(settings: dict[str, Any], alpha: float) -> None:
+    assert chosen(**settings)["alpha_min"] == alpha
+
+
+def test_zero_init_goes_with_the_u_shaped_decoder() -> None:
+    assert chosen()["zero_init"] is True
+    assert chosen(decoder="plain")["zero_init"] is False
+    assert chosen(decoder="plain", zero_init=True)["zero_init"] is True
+
+
+def test_nothing_is_left_open_and_choosing_again_changes_nothing() -> None:
+    source = data.load("shapes?n=100&size=32").train
+    config = resolve(Pretrain(), source, "cpu")
+    open_settings = [k for k, v in config.settings().items() if v == "auto" and k != "resident"]
+    assert open_settings == []
+    assert resolve(config, source, "cpu") == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epochs": 0}, "epochs is 0"),
+        ({"epochs": -1.0}, "epochs is -1.0"),
+        ({"steps": 0}, "steps is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"anneal": 1.5}, "anneal is 1.5"),
+        ({"anneal": 0.5, "schedule": "learned"}, "no alpha_min"),
+        ({"anneal": 0.5, "control": "both"}, "no alpha_min"),
+        ({"warmup": 1.5}, "warmup is 1.5"),
+        ({"ema": 1.0}, "ema is 1.0"),
+        ({"micro_batch": 0}, "micro_batch is 0"),
+        ({"lr": -1e-3}, "lr is -0.001"),
+        ({"clip": 0.0}, "clip is 0.0"),
+        ({"scale": (0.0, 1.0)}, "scale is"),
+        ({"scale": (0.5, 0.2)}, "scale is"),
+        ({"log_every": -1}, "log_every is -1"),
+        ({"keep": -1}, "keep is -1"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen(**settings)
+
+
+def test_the_model_is_the_one_described() -> None:
+    source = data.load("shapes?n=100&size=32").train
+    config = Pretrain().override(size="tiny", embed_dim=48, depth=2, decoder_depth=1, alpha_min=0.6, mask_ratio=0.5)
+    model = build_model(resolve(config, source, "cpu"), in_chans=4)
+    got = model.config
+    assert (got["embed_dim"], got["depth"], got["num_heads"], got["in_chans"]) == (48, 2, 3, 4)
+    assert (got["decoder_embed_dim"], got["decoder_depth"], got["mask_ratio"]) == (192, 1, 0.5)
+    assert (got["img_size"], got["alpha_min"], got["zero_init"]) == ((32, 32), 0.6, True)
+    with pytest.raises(ValueError, match="resolve the configuration first"):
+        build_model(Pretrain(), in_chans=3)

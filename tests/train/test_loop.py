@@ -1,0 +1,383 @@
+"""The loop: learning rates, groups, averages, accumulation, and what happens when a run goes wrong."""
+
+import errno
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drive import STEPS, differences, small
+from torch import Tensor
+
+import residua
+from residua.data import Batch
+from residua.train import Hooks, Loop, Session, TrainingStopped, fit, prepare, read_metrics
+from residua.train import checkpoint as ckpt
+from residua.train.loop import Settings, decay_strength, learning_rate, parameter_groups
+
+Weights = dict[str, Tensor]
+
+
+def weights(model: torch.nn.Module) -> Weights:
+    return {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+
+def equal(one: Weights, other: Weights) -> bool:
+    return all(torch.equal(one[k], other[k]) for k in one)
+
+
+def trained(hooks: Hooks | None = None, **changes: Any) -> Weights:
+    """The weights at the end of a small run that is not written down (without its moving average)."""
+    return weights(prepare(small(**{"ema": None} | changes)).loop(hooks).fit())
+
+
+@pytest.fixture(scope="module")
+def plain() -> Weights:
+    """Where the small run ends when nothing happens to it."""
+    return trained()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "finished"
+    fit(prepare(small(run)))
+    return run
+
+
+# ---------------------------------------------------------------- schedules
+
+
+@pytest.mark.parametrize("steps", [20, 100, 1000])
+def test_learning_rate_rises_then_follows_a_cosine_to_zero(steps: int) -> None:
+    settings = Settings(steps=steps, batch_size=8, lr=2e-3, warmup=0.1)
+    rates = [learning_rate(step, settings) for step in range(steps + 1)]
+    warm = steps // 10
+    for step in range(warm):
+        assert rates[step] == pytest.approx(2e-3 * (step + 1) / warm)
+    assert rates[warm] == pytest.approx(2e-3)
+    for step in range(warm, steps + 1):
+        angle = math.pi * (step - warm) / (steps - warm)
+        assert rates[step] == pytest.approx(1e-3 * (1 + math.cos(angle)), abs=1e-12)
+    assert rates[steps] == 0
+    assert all(rate > 0 for rate in rates[:-1])
+
+
+def test_without_warm_up_the_peak_comes_first() -> None:
+    settings = Settings(steps=10, batch_size=8, lr=1.0, warmup=0.0)
+    assert learning_rate(0, settings) == 1.0
+    assert learning_rate(5, settings) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("warmup", [0.05, 0.13, 0.5, 1.0])
+def test_it_never_exceeds_the_peak(warmup: float) -> None:
+    settings = Settings(steps=37, batch_size=8, lr=1.0, warmup=warmup)
+    rates = [learning_rate(step, settings) for step in range(37)]
+    assert 0 < min(rates) <= max(rates) <= 1.0
+    assert max(rates) > 0.95
+
+
+def test_annealing_takes_its_share_of_the_steps() -> None:
+    settings = Settings(steps=100, batch_size=8, lr=1.0, anneal=0.4)
+    assert [decay_strength(step, settings) for step in (0, 10, 20, 40, 99)] == [0, 0.25, 0.5, 1, 1]
+    assert decay_strength(0, Settings(steps=100, batch_size=8, lr=1.0)) == 1
+
+
+def test_alphas_move_while_training(finished: Path) -> None:
+    last = {r["step"]: r["alpha_last"] for r in read_metrics(finished)}
+    for step in (2, 4, 6, 12):  # 0.7 is reached after half of the 12 steps
+        strength = min((step - 1) / 6, 1)
+        assert last[step] == pytest.approx(1 - 0.3 * strength, rel=1e-6)
+
+
+def test_weight_decay_is_for_matrices_alone() -> None:
+    model = residua.create_model("mae_vit_nano", img_size=16, patch_size=4, schedule="learned")
+    decayed, free = parameter_groups(model, 0.05)
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.05, 0.0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for p in decayed["params"]:
+        assert names[id(p)].endswith("weight")
+        assert "norm" not in names[id(p)]
+    spared = {names[id(p)] for p in free["params"]}
+    for name in names.values():
+        if name.endswith(("bias", "token", "alpha")) or "norm" in name:
+            assert name in spared
+    assert len(decayed["params"]) + len(free["params"]) == len(names)
+    model.encoder.requires_grad_(False)
+    assert sum(len(group["params"]) for group in parameter_groups(model, 0.05)) < len(names)
+
+
+# ---------------------------------------------------------------- one step
+
+
+def test_a_step_is_adamw_on_the_mean_loss() -> None:
+    """Two steps against torch's plain AdamW, written out."""
+    session = prepare(small(steps=2, ema=None, clip=None, anneal=0.0, weight_decay=0.1))
+    twin = residua.create_model(**session.model.config)
+    twin.load_state_dict(session.model.state_dict())
+    loop = session.loop()
+    matrices = [p for n, p in twin.named_parameters() if p.ndim >= 2 and not n.endswith("token")]
+    others = [p for n, p in twin.named_parameters() if p.ndim < 2 or n.endswith("token")]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    for step, batch in enumerate(session.feed.iterate(loop.order.batches(0, 2))):
+        loss, _ = loop._advance(batch)
+        images, noise = loop.objective.view(batch, loop.order.epoch_of(step))
+        expected = twin(images, noise)[0]
+        assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, loop.settings)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    for (name, p), q in zip(session.model.named_parameters(), twin.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_clipping_limits_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms: dict[float | None, Tensor] = {}
+    reported = {}
+    for clip in (None, 1e-2, 1e3):
+        session = prepare(small(steps=1, ema=None, clip=clip))
+        loop = session.loop()
+
+        def step(loop: Loop = loop, clip: float | None = clip) -> None:
+            grads = [p.grad for p in loop.bare.parameters()]
+            norms[clip] = torch.stack([g.norm() for g in grads if g is not None]).norm()
+
+        monkeypatch.setattr(loop.optimizer, "step", step)
+        for batch in session.feed.iterate(loop.order.batches(0, 1)):
+            reported[clip] = float(loop._advance(batch)[1])
+    full = float(norms[None])
+    assert full > 0.02  # or there was nothing to clip
+    assert float(norms[1e-2]) == pytest.approx(1e-2, rel=1e-3)
+    assert float(norms[1e3]) == pytest.approx(full, rel=1e-5)
+    assert reported[1e-2] == pytest.approx(full, rel=1e-5)  # the norm before it was cut
+
+
+@pytest.mark.parametrize("micro", [8, 5, 1])
+def test_accumulation_follows_the_full_batch(plain: Weights, micro: int) -> None:
+    calls: list[int] = []
+    session = prepare(small(ema=None, micro_batch=micro))
+    loop = session.loop()
+    objective = loop.objective
+    loop.objective = lambda model, batch, epochs: (calls.append(len(batch.index)), objective(model, batch, epochs))[1]
+    after = weights(loop.fit())
+    assert max(calls) == micro
+    assert sum(calls) == 16 * STEPS
+    for name, value in after.items():
+        torch.testing.assert_close(value, plain[name], rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_moving_average_is_its_definition(tmp_path: Path) -> None:
+    seen: list[Weights] = []
+    hooks = Hooks(every=1, on_interval=lambda step, model: seen.append(weights(model)))
+    session = prepare(small(tmp_path / "run", ema=0.8))
+    model = fit(session, hooks)
+    last = ckpt.checkpoints(tmp_path / "run")[-1]
+    seen.append(ckpt.load_file(last / "model.safetensors"))
+    assert len(seen) == STEPS
+    average = {k: v.double() for k, v in seen[0].items()}
+    for step in seen[1:]:
+        average = {k: 0.8 * average[k] + 0.2 * step[k] for k in average}
+    average["encoder.shortcut.alpha"] = seen[-1]["encoder.shortcut.alpha"].double()  # no parameter: as it is now
+    kept = ckpt.load_file(last / "ema.safetensors")
+    for name, value in average.items():
+        torch.testing.assert_close(kept[name].double(), value, rtol=1e-5, atol=1e-7)
+    assert equal(weights(model), kept)  # it is what the run returns
+    assert not equal(kept, seen[-1])
+
+
+# ---------------------------------------------------------------- orchestration changes nothing
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"resident": False, "workers": 0}, {"grad_checkpointing": True}, {"log_every": 5, "checkpoint_every": 7}],
+)
+def test_machine_settings_change_no_bit(plain: Weights, change: dict[str, Any]) -> None:
+    assert equal(trained(**change), plain)
+
+
+def test_an_evaluation_in_between_changes_nothing(plain: Weights) -> None:
+    def evaluate(step: int, model: torch.nn.Module) -> dict[str, float]:
+        torch.rand(100)
+        model.eval()
+        return {"knn": 0.5 + step / 100}
+
+    records: list[dict[str, Any]] = []
+    hooks = Hooks(on_record=records.append, every=5, on_interval=evaluate)
+    assert equal(trained(hooks), plain)
+    assert [(r["step"], r["knn"]) for r in records if "knn" in r] == [(5, 0.55), (10, 0.6)]
+
+
+def test_bfloat16_keeps_float32_weights_and_learns_alike() -> None:
+    losses: dict[str, list[float]] = {}
+    for precision in ("fp32", "bf16"):
+        records: list[dict[str, Any]] = []
+        after = trained(Hooks(on_record=records.append), precision=precision)
+        assert {v.dtype for v in after.values()} == {torch.float32}
+        losses[precision] = [r["loss"] for r in records]
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
+    assert losses["bf16"] != losses["fp32"]
+
+
+def test_records(finished: Path) -> None:
+    records = read_metrics(finished)
+    assert [r["step"] for r in records] == [2, 3, 4, 6, 8, 9, 10, 12]  # every 2 steps, and at every checkpoint
+    settings = Settings(steps=STEPS, batch_size=16, lr=2e-3)
+    for r in records:
+        assert r["lr"] == pytest.approx(learning_rate(r["step"] - 1, settings))
+        assert r["epoch"] == pytest.approx(r["step"] * 16 / 40)
+        assert r["images_per_s"] > 0
+
+
+def test_a_record_cut_short_is_left_out(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
+# ---------------------------------------------------------------- when it goes wrong
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves_and_the_run_goes_on_exactly(
+    finished: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    before = signal.getsignal(number)
+
+    def interrupt(record: dict[str, Any]) -> None:
+        if record["step"] == 4:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(TrainingStopped, match=r"stopped at step [45] of 12; continue with --resume"):
+        fit(prepare(small(run)), Hooks(on_record=interrupt))
+    assert signal.getsignal(number) is before
+    assert int(ckpt.checkpoints(run)[-1].name[5:]) in (4, 5)
+    fit(prepare(small(run, resume=True)))
+    assert differences(run, finished) == []
+
+
+def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
+    def insist(record: dict[str, Any]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(prepare(small(tmp_path / "run")), Hooks(on_record=insist))
+
+
+def spoil(session: Session, spoiled: Callable[[Tensor], Tensor], step: int, hooks: Hooks | None = None) -> Loop:
+    """A loop whose loss is spoiled at one step (counted from 1)."""
+    loop = session.loop(hooks)
+    objective = loop.objective
+
+    def call(model: torch.nn.Module, batch: Batch, epochs: Tensor) -> Tensor:
+        loss = objective(model, batch, epochs)
+        return spoiled(loss) if loop.step + 1 == step else loss
+
+    loop.objective = call
+    return loop
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, value: float) -> None:
+    run = tmp_path / "run"
+    loop = spoil(prepare(small(run, log_every=100)), lambda loss: loss * value, step=5)
+    with pytest.raises(TrainingStopped) as caught:
+        loop.fit()
+    message = str(caught.value)
+    assert f"the loss became {value} at step 5, learning rate {learning_rate(4, loop.settings):.2e}" in message
+    good = run / "checkpoints" / "step-0000003"
+    assert f"The last good checkpoint is {good}" in message
+    assert ckpt.checkpoints(run)[-1] == good
+    assert all(v.isfinite().all() for v in residua.load(run).state_dict().values())
+
+
+class BadGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * math.nan
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    """A finite loss with an infinite gradient, at the very step of a checkpoint."""
+    run = tmp_path / "run"
+    loop = spoil(prepare(small(run)), BadGradient.apply, step=6)
+    with pytest.raises(TrainingStopped, match=r"weights.*at step 6, learning rate.*step-0000003"):
+        loop.fit()
+    assert ckpt.checkpoints(run)[-1].name == "step-0000003"
+
+
+def limited(session: Session, most: int, messages: list[str]) -> Loop:
+    """A loop on a device that has room for so many images at once."""
+    loop = session.loop(Hooks(on_message=messages.append))
+    objective = loop.objective
+
+    def call(model: torch.nn.Module, batch: Batch, epochs: Tensor) -> Tensor:
+        loss = objective(model, batch, epochs)
+        if len(batch.index) > most and loop.step >= 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+    loop.objective = call
+    return loop
+
+
+def test_out_of_memory_halves_the_micro_batch(plain: Weights) -> None:
+    messages: list[str] = []
+    loop = limited(prepare(small(ema=None)), 5, messages)
+    after = weights(loop.fit())
+    assert loop.micro == 4
+    assert messages == [
+        "out of memory: from here 8 images at once, 2 times a step; the batch stays 16",
+        "out of memory: from here 4 images at once, 4 times a step; the batch stays 16",
+    ]
+    for name, value in after.items():
+        torch.testing.assert_close(value, plain[name], rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_smaller_micro_batch_outlives_a_restart(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", steps=3)
+    session = prepare(config)
+    session.config.save(tmp_path / "run" / "config.yaml")
+    limited(session, 5, []).fit()
+    again = prepare(config.override(resume=True)).loop()
+    assert again.resume() == 3
+    assert again.micro == 4
+
+
+def test_out_of_memory_for_one_image_is_the_end() -> None:
+    loop = limited(prepare(small(ema=None)), 0, [])
+    with pytest.raises(TrainingStopped, match=r"with 1 images at once at step 2.*--grad-checkpointing"):
+        loop.fit()
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "metrics"])
+def test_a_full_disk_keeps_the_last_good_checkpoint(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    run = tmp_path / "run"
+    module, name = (ckpt, "save_file") if where == "checkpoint" else (residua.train.loop, "_append")
+    write = getattr(module, name)
+
+    def filling(*args: Any, **kwargs: Any) -> Any:
+        if ckpt.checkpoints(run):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, filling)
+    with pytest.raises(ckpt.CheckpointError, match=r"No space left on device.*last good checkpoint is .*step-0000003"):
+        fit(prepare(small(run)))
+    monkeypatch.undo()
+    fit(prepare(small(run, resume=True)))
+    assert differences(run, finished) == []

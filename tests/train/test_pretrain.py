@@ -1,0 +1,306 @@
+"""Whole runs: killed at any moment and resumed, shared by processes, and refused before work starts."""
+
+import random
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drive import STAGES, STEPS, differences, kill_at_random, pretrain, small, start, train, train_rank
+from torch import Tensor
+
+import residua
+from residua.data import Batch
+from residua.nn import MAE
+from residua.train import Hooks, Pretrain, Session, estimate, fit, prepare, read_metrics
+from residua.train.checkpoint import CheckpointError, checkpoints
+from residua.train.pretrain import Reconstruction, hours
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happened to."""
+    run = tmp_path_factory.mktemp("runs") / "finished"
+    pretrain(small(run))
+    return run
+
+
+# ---------------------------------------------------------------- killed and resumed
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_killed_while_writing_and_resumed_it_ends_the_same(finished: Path, tmp_path: Path, stage: str) -> None:
+    run = tmp_path / "run"
+    first = stage == "in the configuration"
+    if first:  # a kill there matters most when the run is continued
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(small(run), Hooks(on_record=leave_at(4)))
+    # the weights are written twice a checkpoint: the third time is the second checkpoint's
+    nth = {"in the weights": 3, "in a record": 4}.get(stage, 1 if first or "removing" in stage else 2)
+    process = start(train, small(run, resume=first), stage, nth)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    assert int(checkpoints(run)[-1].name[5:]) < STEPS
+    pretrain(small(run, resume=True))
+    assert differences(run, finished) == []
+    assert not list((run / "checkpoints").glob(".unfinished*"))
+
+
+def test_killed_in_the_first_checkpoint_it_starts_over(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(train, small(run), "in the training state", 1)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    assert checkpoints(run) == []
+    pretrain(small(run, resume=True))
+    assert differences(run, finished) == []
+
+
+def test_killed_at_random_moments_it_ends_the_same(tmp_path: Path) -> None:
+    changes = {"steps": 40, "checkpoint_every": 2, "log_every": 3}
+    calm, run = tmp_path / "calm", tmp_path / "run"
+    pretrain(small(calm, **changes))
+    chance = random.Random()
+    saved: list[int | None] = []
+    for _ in range(4):
+        config = small(run, **changes, resume=(run / "config.yaml").exists())
+        saved.append(kill_at_random(config, run, chance, last=34))
+    assert any(step is not None and step < 40 for step in saved), saved  # some kill came in the middle
+    pretrain(small(run, **changes, resume=True))
+    assert differences(run, calm) == [], saved
+
+
+def leave_at(step: int) -> Any:
+    def leave(record: dict[str, Any]) -> None:
+        if record["step"] >= step:
+            raise KeyboardInterrupt
+
+    return leave
+
+
+def test_resuming_a_finished_run_changes_nothing(finished: Path, tmp_path: Path) -> None:
+    before = {p: p.read_bytes() for p in finished.rglob("*.safetensors")}
+    model = pretrain(small(finished, resume=True))
+    assert {p: p.read_bytes() for p in finished.rglob("*.safetensors")} == before
+    loaded = residua.load(finished)
+    assert all(torch.equal(v, loaded.state_dict()[k]) for k, v in model.state_dict().items())
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_two_processes_follow_one(tmp_path: Path) -> None:
+    changes = {"log_every": 1, "steps": 8}
+    pretrain(small(tmp_path / "one", **changes))
+    config, port = small(tmp_path / "two", **changes), free_port()
+    processes = [start(train_rank, config, rank, 2, port) for rank in range(2)]
+    for process in processes:
+        process.join(180)
+    assert [p.exitcode for p in processes] == [0, 0]
+    one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
+    assert [r["step"] for r in two] == [r["step"] for r in one] == list(range(1, 9))
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)
+    assert [r["grad_norm"] for r in two] == pytest.approx([r["grad_norm"] for r in one], rel=1e-3)
+    # one process goes on from two's checkpoint: nothing in it depends on their number
+    assert residua.load(tmp_path / "two").config == residua.load(tmp_path / "one").config
+
+
+# ---------------------------------------------------------------- chance
+
+
+def test_views_depend_on_seed_epoch_and_image_alone() -> None:
+    session = prepare(small())
+    batch = next(session.feed.iterate([torch.arange(12)]))
+    objective = session.loop().objective
+    assert isinstance(objective, Reconstruction)
+    epochs = torch.tensor([0] * 6 + [1] * 6)
+    images, noise = objective.view(batch, epochs)
+    assert images.shape == (12, 3, 16, 16)
+    assert noise.shape == (12, 16)
+
+    def alone(i: int, epoch: int) -> tuple[Tensor, Tensor]:
+        part = Batch(batch.pixels[i : i + 1], batch.sizes[i : i + 1], batch.index[i : i + 1])
+        return objective.view(part, torch.tensor([epoch]))
+
+    torch.manual_seed(123)  # the global state has no part in it
+    for i in (0, 5, 11):
+        image, own = alone(i, int(epochs[i]))
+        torch.testing.assert_close(image[0], images[i], rtol=1e-5, atol=1e-5)
+        assert torch.equal(own[0], noise[i])
+        image, own = alone(i, int(epochs[i]) + 1)
+        assert not torch.allclose(image[0], images[i], atol=1e-2)
+        assert not torch.equal(own[0], noise[i])
+    other = prepare(small(seed=1)).loop().objective
+    assert not torch.equal(other.view(batch, epochs)[1], noise)
+
+
+def test_the_seed_decides_everything() -> None:
+    def end(**changes: Any) -> Tensor:
+        return prepare(small(**changes, ema=None)).loop().fit().decoder.pred.weight.detach().clone()
+
+    one = end()
+    torch.rand(7)
+    assert torch.equal(one, end())
+    assert not torch.equal(one, end(seed=1))
+
+
+# ---------------------------------------------------------------- refused before work
+
+
+def test_a_changed_science_setting_is_refused(finished: Path) -> None:
+    for name, value in (("lr", 1e-3), ("alpha_min", 0.5), ("seed", 3), ("batch_size", 8), ("steps", 20)):
+        with pytest.raises(ValueError, match=rf"{name} is .* there, {value!r} was given"):
+            prepare(small(finished, **{name: value}, resume=True))
+
+
+def test_the_same_command_resumes(tmp_path: Path) -> None:
+    """Asked for as at first, in epochs and with a batch beyond the data."""
+    run = tmp_path / "run"
+    config = small(run, steps=None, epochs=1.5, batch_size=16)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(config, Hooks(on_record=leave_at(2)))
+    assert prepare(config.override(resume=True)).settings.steps == 4  # 60 images make 4 batches
+    with pytest.raises(ValueError, match=r"epochs is 1.6 there, 3.0 was given"):
+        prepare(config.override(resume=True, epochs=3.0))
+    big = small(tmp_path / "big", steps=2, batch_size=100)
+    pretrain(big)
+    assert prepare(big.override(resume=True)).settings.batch_size == 40
+
+
+def test_orchestration_may_change_on_resume(finished: Path) -> None:
+    session = prepare(small(finished, resume=True, micro_batch=4, log_every=7))
+    assert (session.settings.micro_batch, session.settings.log_every) == (4, 7)
+    assert session.settings.lr == 2e-3
+
+
+def test_resume_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--resume needs --out"):
+        prepare(Pretrain().override(resume=True))
+    with pytest.raises(ValueError, match=r"no run to resume at .*nowhere: config.yaml is missing"):
+        prepare(Pretrain().override(resume=True, out=str(tmp_path / "nowhere")))
+
+
+def test_a_folder_that_holds_a_run_is_refused(finished: Path) -> None:
+    with pytest.raises(ValueError, match=r"finished holds a run already: add --resume .* or choose another --out"):
+        prepare(small(finished))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot write to the run folder .*choose another with --out"):
+        prepare(small(tmp_path / "file" / "run"))
+
+    def read_only(path: Path, *args: Any, **kwargs: Any) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(ValueError, match="Read-only file system"):
+        prepare(small(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"img_size": 16, "patch_size": 32}, "smaller than one patch"),
+        ({"img_size": 18}, "not divisible"),
+        ({"alpha_min": 1.2}, "alpha_min is 1.2"),
+        ({"mask_ratio": 1.0}, "mask_ratio"),
+        ({"embed_dim": 30}, "30"),
+        ({"anneal": 2.0}, "anneal"),
+        ({"init": "nowhere.pth"}, "nothing at nowhere.pth"),
+    ],
+)
+def test_wrong_settings_leave_no_run_behind(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(small(tmp_path / "run", **changes))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_runs_without_a_name_get_one_each(tmp_path: Path) -> None:
+    config = small().override(dry_run=False, steps=1, ema=None)
+    names = []
+    for _ in range(2):
+        session = prepare(config)
+        fit(session)
+        assert session.run is not None
+        names.append(session.run.name)
+    assert names[0].endswith("-shapes")
+    assert names[1] == names[0] + "-2"
+    assert (tmp_path / "runs" / names[0] / "config.yaml").exists()
+
+
+# ---------------------------------------------------------------- what a run leaves
+
+
+def test_the_run_folder(finished: Path) -> None:
+    assert {"config.yaml", "environment.json", "metrics.jsonl", "checkpoints"} <= {p.name for p in finished.iterdir()}
+    assert [p.name for p in checkpoints(finished)] == ["step-0000009", "step-0000012"]
+    saved = Pretrain.read(finished / "config.yaml")
+    assert saved.optim.steps == STEPS
+    assert saved.data.img_size == 16
+    model = residua.load(finished)
+    assert isinstance(model, MAE)
+    assert float(model.encoder.shortcut.alpha[-1]) == pytest.approx(0.7)
+    assert model.preprocessing.img_size == (16, 16)
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = []
+    pretrain(small(steps=60, lr=5e-3, ema=None), Hooks(on_record=records.append))
+    assert records[-1]["loss"] < 0.97 * records[0]["loss"]
+
+
+def test_starting_from_other_weights(finished: Path, tmp_path: Path) -> None:
+    session = prepare(small(init=str(finished), alpha_min=0.9))
+    loaded = residua.load(finished)
+    own = session.model.state_dict()
+    assert torch.equal(own["encoder.cls_token"], loaded.encoder.cls_token)
+    assert torch.equal(own["decoder.pred.weight"], loaded.decoder.pred.weight)
+    assert float(own["encoder.shortcut.alpha"][-1]) == pytest.approx(0.9)
+    with pytest.raises(CheckpointError):
+        prepare(small(init=str(tmp_path / "nothing")))
+
+
+def test_a_dry_run_estimates_and_writes_nothing(tmp_path: Path) -> None:
+    session = prepare(small())
+    lines = dict(session.lines())
+    assert "40 images, 3 channels" in lines["data"]
+    assert "12 of 16 images" in lines["steps"]
+    assert "alpha_min 0.7" in lines["model"]
+    assert "run" not in lines
+    guess = estimate(session, steps=2)
+    assert guess["seconds"] > 0
+    parameters = sum(p.numel() for p in session.model.parameters())
+    assert guess["memory_gib"] * 2**30 > 16 * parameters
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_estimate_grows_with_the_batch() -> None:
+    def memory(**changes: Any) -> float:
+        return estimate(prepare(small(**changes)), steps=1)["memory_gib"]
+
+    assert memory(batch_size=4) < memory(batch_size=32)
+    assert memory(batch_size=32, micro_batch=4) == memory(batch_size=4)
+
+
+def test_fit_closes_what_it_opened(tmp_path: Path) -> None:
+    session = prepare(small(tmp_path / "run", steps=1))
+    assert isinstance(session, Session)
+    assert not fit(session).training
+    with pytest.raises(RuntimeError, match="closed"):
+        next(session.feed.iterate([torch.arange(2)]))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(12, "12 s"), (89, "89 s"), (100, "2 min"), (6000, "100 min"), (7500, "2 h 5 min")]
+)
+def test_durations_in_words(seconds: float, text: str) -> None:
+    assert hours(seconds) == text
