@@ -105,9 +105,7 @@ def _write(
         writer.write_table(pa.concat_tables(waiting), row_group_size=row_group)
 
 
-def _table(
-    schema: pa.Schema, split: str, source: Source, index: Tensor, features: dict[Any, Tensor]
-) -> pa.Table:
+def _table(schema: pa.Schema, split: str, source: Source, index: Tensor, features: dict[Any, Tensor]) -> pa.Table:
     numbers = index.tolist()
     labels = [None if source.labels is None else int(source.labels[i]) for i in numbers]
     names = [None if y is None or source.classes is None else source.classes[y] for y in labels]
@@ -116,9 +114,7 @@ def _table(
         for _, x in sorted(features.items())
     ]
     columns = [[source.identify(i) for i in numbers], [split] * len(numbers), labels, names, *vectors]
-    return pa.table(
-        [pa.array(c, f.type) if isinstance(c, list) else c for c, f in zip(columns, schema)], schema=schema
-    )
+    return pa.table([pa.array(c, f.type) if isinstance(c, list) else c for c, f in zip(columns, schema)], schema=schema)
 
 
 def _schema(layers: Sequence[int], dim: int) -> pa.Schema:

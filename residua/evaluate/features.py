@@ -169,9 +169,7 @@ class View:
 
     def random(self, batch: Batch, number: int) -> Tensor:
         p = self.preprocessing
-        return train_view(
-            batch, p.img_size, p.mean, p.std, seed=self.seed, epoch=number, interpolation=p.interpolation
-        )
+        return train_view(batch, p.img_size, p.mean, p.std, seed=self.seed, epoch=number, interpolation=p.interpolation)
 
 
 def open_feed(source: Source, device: torch.device, view: View, on_bad_image: OnBadImage = "error") -> Feed:

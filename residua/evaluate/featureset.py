@@ -113,17 +113,13 @@ def as_featureset(data: Labelled, what: str = "data") -> FeatureSet:
     """A FeatureSet with labels, from one or from a (features, labels) pair; checked."""
     if not isinstance(data, FeatureSet):
         if not (isinstance(data, Sequence) and len(data) == 2):
-            raise TypeError(
-                f"{what}: expected a FeatureSet or a (features, labels) pair, got {type(data).__name__}"
-            )
+            raise TypeError(f"{what}: expected a FeatureSet or a (features, labels) pair, got {type(data).__name__}")
         x, y = data
         data = FeatureSet({-1: as_matrix(x, what)}, None if y is None else torch.as_tensor(y))
     for x in data.features.values():
         as_matrix(x, what)
     if data.labels is None:
-        raise ValueError(
-            f"{what}: this score needs labels and there are none; rank and neighbours work without"
-        )
+        raise ValueError(f"{what}: this score needs labels and there are none; rank and neighbours work without")
     if len(data.labels) != len(data):
         raise ValueError(f"{what}: {len(data)} rows of features but {len(data.labels)} labels")
     return replace(data, labels=data.labels.long())
@@ -135,9 +131,7 @@ def as_matrix(features: Any, what: str = "features") -> Tensor:
         features = features.last
     x = torch.as_tensor(features)
     if x.ndim != 2 or 0 in x.shape:
-        raise ValueError(
-            f"{what}: expected a non-empty (samples, dimensions) matrix, got shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"{what}: expected a non-empty (samples, dimensions) matrix, got shape {tuple(x.shape)}")
     if not x.is_floating_point():
         x = x.float()
     if not torch.isfinite(x).all():

@@ -69,9 +69,7 @@ def fit_adamw(
             order = torch.randperm(n, generator=generator)
             pick = order + n * torch.randint(views, (n,), generator=generator)
             order, pick = order.to(x.device), pick.to(x.device)
-            for i, (image, row) in enumerate(
-                zip(order.tensor_split(per_epoch), pick.tensor_split(per_epoch))
-            ):
+            for i, (image, row) in enumerate(zip(order.tensor_split(per_epoch), pick.tensor_split(per_epoch))):
                 batch = rows[:, row]
                 g = gradient(logits(params, batch).softmax(-1), batch, y[image]).div_(len(row))
                 update(g, epoch * per_epoch + i + 1)

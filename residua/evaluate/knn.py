@@ -143,8 +143,6 @@ def _check(train: FeatureSet, test: FeatureSet, ks: Sequence[int], temperature: 
     if not ks or min(ks) < 1:
         raise ValueError(f"k must be at least 1, got {list(ks)}")
     if max(ks) > len(train):
-        raise ValueError(
-            f"k = {max(ks)} neighbours were asked for, but there are only {len(train)} training images"
-        )
+        raise ValueError(f"k = {max(ks)} neighbours were asked for, but there are only {len(train)} training images")
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")

@@ -40,9 +40,7 @@ def nearest_neighbors(features: Any, n_queries: int = 8, k: int = 8, seed: int =
     return Neighbors(queries.cpu(), index[other].view(shape).cpu(), similarity[other].view(shape).cpu())
 
 
-def neighbor_images(
-    source: Source, neighbors: Neighbors, img_size: int = 64, index: Tensor | None = None
-) -> Tensor:
+def neighbor_images(source: Source, neighbors: Neighbors, img_size: int = 64, index: Tensor | None = None) -> Tensor:
     """The pictures for a grid: (Q, 1 + k, C, h, w) in [0, 1], the query first in its row.
 
     `index` maps rows of the features to images of the source (`FeatureSet.index`) where they differ.

@@ -115,6 +115,7 @@ def linear_probe(
     recipe = _recipe(protocol, learning_rates, weight_decays, epochs, batch_size, len(train))
     _check(train, test, protocol, holdout)
     device = torch.device(device) if device is not None else train.last.device
+    device = torch.device("cpu") if device.type == "mps" else device  # which lacks float64
     x, x_test = _prepare(train, test, protocol == "cached", device)
     y, y_test = train.targets.to(device), test.targets.to(device)
     classes = int(max(y.max(), y_test.max())) + 1
@@ -168,9 +169,7 @@ def split(labels: Tensor, share: float, seed: int = 0) -> tuple[Tensor, Tensor]:
     return order[~held].sort().values, order[held].sort().values
 
 
-def _fit(
-    protocol: str, recipe: Recipe, x: Tensor, y: Tensor, classes: int, settings: Tensor, seed: int
-) -> Tensor:
+def _fit(protocol: str, recipe: Recipe, x: Tensor, y: Tensor, classes: int, settings: Tensor, seed: int) -> Tensor:
     """Train (layers, settings) heads; `settings` is (L, R, 2): learning rate, weight decay."""
     lr, wd = settings.unbind(-1)
     if protocol == "lbfgs":
@@ -218,9 +217,7 @@ def _prepare(train: FeatureSet, test: FeatureSet, views: bool, device: torch.dev
     for i in train.layers:
         center = train.layer(i).to(device).float()
         mean, std = center.mean(0), center.std(0, correction=0)
-        std = torch.where(
-            std > 1e-6 * (mean.abs() + std.max()), std, torch.inf
-        )  # constant features say nothing
+        std = torch.where(std > 1e-6 * (mean.abs() + std.max()), std, torch.inf)  # constant features say nothing
         stack = torch.cat([center[None], train.views[i].to(device).float()]) if views else center[None]
         pad = (0, width - center.shape[1])
         xs.append(F.pad((stack - mean) / std, pad))
@@ -239,9 +236,7 @@ def _recipe(
     if protocol not in PROTOCOLS:
         raise ValueError(f"unknown probe protocol {protocol!r}; there are {', '.join(PROTOCOLS)}")
     if protocol == "lbfgs" and not (learning_rates is None and epochs is None and batch_size is None):
-        raise ValueError(
-            "protocol lbfgs solves to the optimum: learning rates, epochs and batch size do not apply"
-        )
+        raise ValueError("protocol lbfgs solves to the optimum: learning rates, epochs and batch size do not apply")
     base = PROTOCOLS[protocol]
     recipe = Recipe(
         base.epochs if epochs is None else epochs,
@@ -252,9 +247,7 @@ def _recipe(
     )
     if not recipe.learning_rates or not recipe.weight_decays:
         raise ValueError("give at least one learning rate and one weight decay")
-    if protocol != "lbfgs" and (
-        recipe.epochs < 1 or recipe.batch_size < 1 or min(recipe.learning_rates) <= 0
-    ):
+    if protocol != "lbfgs" and (recipe.epochs < 1 or recipe.batch_size < 1 or min(recipe.learning_rates) <= 0):
         raise ValueError("epochs, batch size and learning rates must be positive")
     if min(recipe.weight_decays) < 0:
         raise ValueError(f"weight decay must not be negative, got {min(recipe.weight_decays)}")

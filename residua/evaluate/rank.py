@@ -42,9 +42,7 @@ def entropy_rank(features: Any, center: Center | None = "samples") -> float:
     else:
         raise ValueError(f'center must be "samples", "dims" or None, got {center!r}')
     if centred.norm() <= 1e-10 * x.norm():
-        raise CollapsedError(
-            f"all {len(x)} feature vectors are the same after centering: the features collapsed"
-        )
+        raise CollapsedError(f"all {len(x)} feature vectors are the same after centering: the features collapsed")
     energy = _singular_values(centred).square()
     return _entropy(energy / energy.sum())
 

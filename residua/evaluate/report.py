@@ -62,9 +62,7 @@ class Report:
             own = [s for s in own if s.layer == layer]
         if not own:
             known = ", ".join(sorted({s.metric for s in self.scores}))
-            raise KeyError(
-                f"no {metric!r} of {subject!r} with layer {layer} and {settings}; there are {known}"
-            )
+            raise KeyError(f"no {metric!r} of {subject!r} with layer {layer} and {settings}; there are {known}")
         return max(own, key=lambda s: (s.settings.get("selected", False), s.layer)).value
 
     def table(self) -> Table:

@@ -173,9 +173,7 @@ def _add_knn(
     for name, (train, test) in subjects.items():
         assert test is not None
         for layer in train.layers:
-            results = knn_score(
-                train.only(layer), test.only(layer), k=ks, temperature=temperature, device=device
-            )
+            results = knn_score(train.only(layer), test.only(layer), k=ks, temperature=temperature, device=device)
             for n, result in results.items():
                 settings = {"k": n, "T": temperature}
                 report.scores.append(Score("kNN", name, layer, result.accuracy, "%", settings))

@@ -61,24 +61,18 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
     settings = [run.config.settings() for run in runs]
     rows = {name: [own[name] for own in settings] for name in settings[0] if name not in _NOT_SETTINGS}
     return {
-        name: [settings_text(v) for v in values]
-        for name, values in rows.items()
-        if any(v != values[0] for v in values)
+        name: [settings_text(v) for v in values] for name, values in rows.items() if any(v != values[0] for v in values)
     }
 
 
 def score_rows(runs: Sequence[Run]) -> list[list[str]]:
     """Rows `score, of run 1, of run 2, ...`: the scores to quote of the models and of both baselines."""
     quoted = [headline(run.evaluation) if run.evaluation else {} for run in runs]
-    keys = dict.fromkeys(
-        (name, subject) for own in quoted for name, scores in own.items() for subject in scores
-    )
+    keys = dict.fromkeys((name, subject) for own in quoted for name, scores in own.items() for subject in scores)
     rows = []
     for name, subject in sorted(keys, key=lambda key: list(dict.fromkeys(k[0] for k in keys)).index(key[0])):
         label = name if subject == MODEL else f"{name}, {subject}"
-        rows.append(
-            [label, *(_show_at(own.get(name, {}).get(subject), run) for own, run in zip(quoted, runs))]
-        )
+        rows.append([label, *(_show_at(own.get(name, {}).get(subject), run) for own, run in zip(quoted, runs))])
     return rows
 
 
@@ -115,9 +109,7 @@ def _scores(page: Page, runs: Sequence[Run]) -> None:
     page.heading("Scores")
     for run in runs:
         if run.evaluation is None:
-            page.paragraph(
-                f"{run.name} has not been evaluated: residua evaluate {run.path} measures it.", note=True
-            )
+            page.paragraph(f"{run.name} has not been evaluated: residua evaluate {run.path} measures it.", note=True)
     if rows := score_rows(runs):
         page.table(["score", *(run.name for run in runs)], rows)
     texts: dict[str, list[str]] = {}
@@ -137,9 +129,7 @@ def _curves(page: Page, runs: Sequence[Run]) -> None:
     evaluated: dict[str, Report] = {run.name: run.evaluation for run in runs if run.evaluation}
     if trained:
         page.heading("Training")
-        caption = (
-            "Training loss. It compares only between runs with the same data, patches, mask ratio and target."
-        )
+        caption = "Training loss. It compares only between runs with the same data, patches, mask ratio and target."
         page.figures((figures.loss_curves(trained), caption))
     if any(len(e.layers) > 1 for e in evaluated.values()):
         page.heading("By depth")

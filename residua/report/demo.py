@@ -34,7 +34,8 @@ SETTINGS: dict[str, Any] = {
     "cpu": True, "precision": "fp32", "compile": False, "trackers": (), "keep": 1,
 }  # fmt: skip
 QUICK: dict[str, Any] = {
-    "data": "shapes?n=128&test=64", "embed_dim": 32, "depth": 4, "decoder_embed_dim": 16, "decoder_depth": 2, "steps": 8,
+    "data": "shapes?n=128&test=64", "steps": 8,
+    "embed_dim": 32, "depth": 4, "decoder_embed_dim": 16, "decoder_depth": 2,
 }  # fmt: skip
 
 Trained = dict[str, tuple[MAE, Report]]
@@ -47,10 +48,11 @@ def demo(
     on_message: Callable[[str], None] = print,
     on_record: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> tuple[Path, Table]:
-    """Pretrain with and without decay on `shapes`, evaluate both, write OUT/report.html; returns it and a table.
+    """Pretrain with and without decay on `shapes`, evaluate both, write OUT/report.html: it and a table.
 
-    Two runs are left in OUT, `fading` and `plain`, from an earlier demo replaced. Under three minutes on two CPU
-    cores; `quick` takes seconds and shows the way, not the numbers. Records carry their `run` and its `steps`.
+    Two run folders are left in OUT, `fading` and `plain`; those of an earlier demo are replaced. Under three
+    minutes on two CPU cores; `quick` takes seconds and shows the way, not the numbers. Records carry the name
+    of their `run` and its number of `steps`.
 
     >>> page, table = demo(Path("demo"))
     """
@@ -58,9 +60,7 @@ def demo(
     out = Path(out).expanduser()
     trained: Trained = {}
     for name, alpha_min in ALPHAS.items():
-        config = Pretrain().override(
-            **SETTINGS | (QUICK if quick else {}), alpha_min=alpha_min, out=str(out / name)
-        )
+        config = Pretrain().override(**SETTINGS | (QUICK if quick else {}), alpha_min=alpha_min, out=str(out / name))
         model, splits, report = _train(config, name, on_message, on_record)
         trained[name] = model, report
     on_message("drawing the page")
@@ -108,9 +108,7 @@ def _rows(evaluations: dict[str, Report]) -> list[list[str]]:
 
 
 def _table(evaluations: dict[str, Report]) -> Table:
-    table = Table(
-        title="shapes: frozen features, last block (probe: the block it chose)", title_justify="left"
-    )
+    table = Table(title="shapes: frozen features, last block (probe: the block it chose)", title_justify="left")
     for i, heading in enumerate(_header(evaluations)):
         table.add_column(heading, justify="right" if i else "left")
     for row in _rows(evaluations):
@@ -129,9 +127,9 @@ def _page(out: Path, trained: Trained, splits: Splits, seconds: float, quick: bo
     page = Page("Two masked autoencoders, with and without fading shortcuts")
     page.paragraph(
         f"Both were pretrained without labels on {len(splits.train):,} procedural images of shapes, for "
-        f"{metrics[PLAIN][-1]['step']:,} steps each, from the same seed, with the same U-shaped decoder. They differ "
-        f"in one number: the shortcuts of {PLAIN} are ordinary (x <- x + f(x)); those of {FADING} keep less and less of "
-        f"the stream with depth (x <- alpha x + f(x), alpha from 1 to {ALPHAS[FADING]:g}). "
+        f"{metrics[PLAIN][-1]['step']:,} steps each, from the same seed, with the same U-shaped decoder. They "
+        f"differ in one number: the shortcuts of {PLAIN} are ordinary (x <- x + f(x)); those of {FADING} keep "
+        f"less and less of the stream with depth (x <- alpha x + f(x), alpha from 1 to {ALPHAS[FADING]:g}). "
         f"The whole took {seconds:.0f} s on a CPU."
     )
     if quick:
@@ -187,14 +185,14 @@ def _limits(page: Page) -> None:
     page.heading("What this shows, and what it does not")
     page.bullets(
         [
-            "It shows the path: images in, two encoders out, each measured frozen at every block beside the same "
-            "encoder untrained and raw pixels, so that one sees whether training brought anything.",
-            "It does not show that fading shortcuts help. At so few steps they often do not, or do harm: in longer "
-            "calibration runs of ours (ViT-S, 100 classes of Tiny-ImageNet) decay cost 5 points of linear probe after "
-            "5,000 steps (alpha_min 0.6), and gained 2 to 3 points after about 20,000 (alpha_min 0.8 to 0.9). The "
-            "gains that were published come from about 100,000 steps.",
+            "It shows the path: images in, two encoders out, each measured frozen at every block beside the "
+            "same encoder untrained and raw pixels, so that one sees whether training brought anything.",
+            "It does not show that fading shortcuts help. At so few steps they often do not, or do harm: in "
+            "longer calibration runs (ViT-S, 100 classes of Tiny-ImageNet) decay cost 5 points of linear probe "
+            "after 5,000 steps (alpha_min 0.6), and gained 2 to 3 points after about 20,000 (alpha_min 0.8 and "
+            "0.9). The published gains come from about 100,000 steps.",
             "It is one seed. Differences of a point or two between the two runs are noise, in either direction.",
-            "The images are synthetic: textured shapes, drawn so that neighbours in pixel space know little of the "
-            "class. Scores here say nothing about photographs.",
+            "The images are synthetic: textured shapes, drawn so that neighbours in pixel space know little of "
+            "the class. Scores here say nothing about photographs.",
         ]
     )

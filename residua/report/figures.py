@@ -46,7 +46,7 @@ def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 
 
 def run_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Colour, dashes and marker of each run by its place among the names: the same on all figures of a page."""
+    """Colour, dashes and marker of each run, by its place among the names: the same on all figures."""
     n = len(PALETTE)
     return {
         name: {
@@ -94,9 +94,7 @@ def depth_curves(
 @_styled
 def alpha_schedule(alphas: Mapping[str, Sequence[float]]) -> Figure:
     """alpha of every residual step, in order."""
-    figure, axes = _axes(
-        "residual step (attention and MLP of each block)", "alpha (share of the stream kept)"
-    )
+    figure, axes = _axes("residual step (attention and MLP of each block)", "alpha (share of the stream kept)")
     for name, style in run_styles(alphas).items():
         values = [float(a) for a in alphas[name]]
         axes.plot(range(len(values)), values, label=_label(name), **style)

@@ -91,11 +91,7 @@ class Page:
 
         def line(cells: Sequence[str], tag: str) -> str:
             kinds = ["n" if i >= first else "long" if tag == "td" else "" for i in range(len(cells))]
-            return (
-                "<tr>"
-                + "".join(f"<{tag}{_class(k)}>{escape(c)}</{tag}>" for k, c in zip(kinds, cells))
-                + "</tr>"
-            )
+            return "<tr>" + "".join(f"<{tag}{_class(k)}>{escape(c)}</{tag}>" for k, c in zip(kinds, cells)) + "</tr>"
 
         title = f"<caption>{escape(caption)}</caption>" if caption else ""
         head = f"<thead>{line(header, 'th')}</thead>" if any(header) else ""

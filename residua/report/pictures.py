@@ -28,9 +28,7 @@ def sample(model: nn.Module, splits: Splits, count: int = 8) -> Tensor:
     return preprocessing([source.read(i, target) for i in evenly(len(source), count)])
 
 
-def reconstruct(
-    models: Mapping[str, MAE], images: Tensor, source: Source, seed: int = 0
-) -> dict[str, np.ndarray]:
+def reconstruct(models: Mapping[str, MAE], images: Tensor, source: Source, seed: int = 0) -> dict[str, np.ndarray]:
     """Rows for `figures.reconstructions`: truth, masked, and what each model fills in behind one mask."""
     first = next(iter(models.values()))
     noise = torch.rand(len(images), first.num_patches, generator=torch.Generator().manual_seed(seed))
@@ -92,9 +90,7 @@ def neighbor_pictures(evaluation: Report, splits: Splits) -> np.ndarray | None:
             found = Neighbors(queries, nearest, torch.zeros(nearest.shape))
             images = neighbor_images(source, found, img_size=min(96, max(evaluation.img_size)))
             limits = display_range(images.flatten(0, 1), source)
-            return displayable(images.flatten(0, 1), limits).reshape(
-                *nearest.shape[:1], -1, *images.shape[3:], 3
-            )
+            return displayable(images.flatten(0, 1), limits).reshape(*nearest.shape[:1], -1, *images.shape[3:], 3)
     return None
 
 

@@ -81,9 +81,7 @@ def depth_figures(page: Page, evaluations: dict[str, Report]) -> None:
     for metric, unit in _METRICS.items():
         curves = {name: curve for name, e in several.items() if (curve := by_depth(e, metric))}
         if curves:
-            drawn.append(
-                (figures.depth_curves(metric, curves, _baselines(first, metric), unit), f"{metric} by block.")
-            )
+            drawn.append((figures.depth_curves(metric, curves, _baselines(first, metric), unit), f"{metric} by block."))
     if drawn:
         page.figures(*drawn)
 
@@ -189,11 +187,7 @@ def _summary(run: Run, evaluation: Report | None) -> str:
     if evaluation is None:
         return text
     for own in headline(evaluation).values():
-        if (
-            MODEL in own
-            and {MODEL, RANDOM, PIXELS} <= own.keys()
-            and own[MODEL].metric in ("kNN", "linear probe")
-        ):
+        if MODEL in own and {MODEL, RANDOM, PIXELS} <= own.keys() and own[MODEL].metric in ("kNN", "linear probe"):
             best = max(own[RANDOM].value, own[PIXELS].value)
             verdict = "above" if own[MODEL].value > best else "not above"
             text += (
@@ -231,8 +225,6 @@ def _training(page: Page, run: Run, model: MAE | None) -> None:
 
 def _settings(page: Page, run: Run) -> None:
     page.heading("Settings")
-    rows: Sequence[Sequence[str]] = [
-        [k, settings_text(v)] for k, v in run.config.settings().items() if k != "out"
-    ]
+    rows: Sequence[Sequence[str]] = [[k, settings_text(v)] for k, v in run.config.settings().items() if k != "out"]
     page.table(["setting", "value"], rows, numbers=2)
     page.code(f'model = residua.load("{run.path}")')

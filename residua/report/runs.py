@@ -121,11 +121,7 @@ def protocol(report: Report) -> str:
     """What the numbers depend on, in a sentence."""
     size = " x ".join(map(str, report.img_size))
     text = f"{report.data}, {size} px, read-out {report.readout}, {report.n_train:,} training"
-    text += (
-        f" and {report.n_test:,} test images ({report.test})."
-        if report.n_test
-        else " images, none to test on."
-    )
+    text += f" and {report.n_test:,} test images ({report.test})." if report.n_test else " images, none to test on."
     rank = next((s.settings for s in report.scores if s.metric == "entropy rank"), None)
     if rank:
         text += f" Ranks: {rank['n']:,} {rank['of']} images."

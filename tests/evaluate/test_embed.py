@@ -12,9 +12,7 @@ from residua.nn import ViT
 
 
 def test_the_file_holds_what_extract_returns(vit: ViT, noise: Splits, tmp_path: Path) -> None:
-    out = embed(
-        vit, noise, tmp_path / "new" / "f.parquet", layers=[0, 2], readout="cls", batch_size=8, row_group=16
-    )
+    out = embed(vit, noise, tmp_path / "new" / "f.parquet", layers=[0, 2], readout="cls", batch_size=8, row_group=16)
     feats = extract(vit, noise, layers=[0, 2], readout="cls", batch_size=8)
     assert feats.test is not None
     table = pq.read_table(out)
@@ -33,9 +31,7 @@ def test_the_file_holds_what_extract_returns(vit: ViT, noise: Splits, tmp_path: 
 def test_rows_are_written_as_they_come_and_the_file_says_how_it_was_made(
     vit: ViT, noise: Splits, tmp_path: Path
 ) -> None:
-    file = pq.ParquetFile(
-        embed(vit, noise, tmp_path / "f.parquet", batch_size=8, row_group=16, splits=("train",))
-    )
+    file = pq.ParquetFile(embed(vit, noise, tmp_path / "f.parquet", batch_size=8, row_group=16, splits=("train",)))
     assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [16, 16, 16, 2]
     about = json.loads(file.schema_arrow.metadata[b"residua"])
     assert (about["readout"], about["layers"], about["data"]) == ("tokens", [2], "noise")
@@ -48,9 +44,7 @@ def test_without_labels_the_column_is_empty(vit: ViT, noise: Splits, tmp_path: P
     assert table["label"].null_count == table["class"].null_count == 50
 
 
-def test_failure_leaves_no_file_and_keeps_the_old_one(
-    vit: ViT, noise: Splits, tmp_path: Path, monkeypatch
-) -> None:
+def test_failure_leaves_no_file_and_keeps_the_old_one(vit: ViT, noise: Splits, tmp_path: Path, monkeypatch) -> None:
     out = tmp_path / "f.parquet"
     out.write_text("old")
 

@@ -17,9 +17,7 @@ def test_gradient_is_autograds() -> None:
         for r in range(3):
             head = params[layer, :-1, r], params[layer, -1, r]
             torch.testing.assert_close(scores[layer, :, r], x[layer] @ head[0] + head[1])
-    loss = sum(
-        F.cross_entropy(scores[layer, :, r], y, reduction="sum") for layer in range(2) for r in range(3)
-    )
+    loss = sum(F.cross_entropy(scores[layer, :, r], y, reduction="sum") for layer in range(2) for r in range(3))
     expected = torch.autograd.grad(loss, params)[0]
     torch.testing.assert_close(gradient(scores.detach().softmax(-1), x, y), expected)
 
@@ -38,9 +36,7 @@ def test_adamw_heads_train_as_torchs_would_one_by_one(warmup: float) -> None:
             head = torch.nn.Linear(d, classes)
             for p in head.parameters():
                 torch.nn.init.zeros_(p)
-            optimizer = torch.optim.AdamW(
-                head.parameters(), float(lr[layer, r]), weight_decay=float(wd[layer, r])
-            )
+            optimizer = torch.optim.AdamW(head.parameters(), float(lr[layer, r]), weight_decay=float(wd[layer, r]))
             total = epochs * 4
             ramp = warmup * total
             for step in range(total):
@@ -103,9 +99,7 @@ def test_lbfgs_heads_do_not_depend_on_their_neighbours() -> None:
     together = fit_lbfgs(x, y, 3, penalties, tolerance=1e-12)
     for layer in range(2):
         for r in range(2):
-            alone = fit_lbfgs(
-                x[layer : layer + 1], y, 3, penalties[layer : layer + 1, r : r + 1], tolerance=1e-12
-            )
+            alone = fit_lbfgs(x[layer : layer + 1], y, 3, penalties[layer : layer + 1, r : r + 1], tolerance=1e-12)
             scores = logits(together, x)[layer, :, r].softmax(1)
             torch.testing.assert_close(
                 scores, logits(alone, x[layer : layer + 1])[0, :, 0].softmax(1), atol=1e-4, rtol=0

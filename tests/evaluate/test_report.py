@@ -16,9 +16,7 @@ def report() -> Report:
     ):
         for layer in layers:
             for k in (10, 20):
-                r.scores.append(
-                    Score("kNN", subject, layer, base + layer + k / 100, "%", {"k": k, "T": 0.07})
-                )
+                r.scores.append(Score("kNN", subject, layer, base + layer + k / 100, "%", {"k": k, "T": 0.07}))
             probe = {"protocol": "simple", "epochs": 200, "holdout": 0.1, "selected": layer in (0, -1)}
             r.scores.append(Score("linear probe", subject, layer, base + 1, "%", probe))
             rank = {"n": 200, "of": "test"}

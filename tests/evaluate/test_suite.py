@@ -36,9 +36,7 @@ def test_layers_and_several_k(mae: MAE, digits: Splits) -> None:
     assert feats.test is not None
     for layer in (0, 1):
         own = knn(feats.train.only(layer), feats.test.only(layer), k=(1, 5))
-        assert {k: report.value("kNN", layer=layer, k=k) for k in (1, 5)} == {
-            k: r.accuracy for k, r in own.items()
-        }
+        assert {k: report.value("kNN", layer=layer, k=k) for k in (1, 5)} == {k: r.accuracy for k, r in own.items()}
 
 
 def test_the_untrained_encoder_is_random_not_an_identity_and_repeatable(mae: MAE) -> None:

@@ -44,7 +44,7 @@ class Checked(HTMLParser):
             self.open.pop()
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        assert self.open[-1:] == [tag], f"</{tag}> closes {self.open[-3:]}"
         self.open.pop()
 
     def handle_data(self, data: str) -> None:

@@ -203,7 +203,10 @@ def test_machine_settings_change_no_bit(plain: Weights, change: dict[str, Any]) 
 
 
 def test_an_evaluation_in_between_changes_nothing(plain: Weights) -> None:
+    modes: list[bool] = []
+
     def evaluate(step: int, model: torch.nn.Module) -> dict[str, float]:
+        modes.append(model.training)
         torch.rand(100)
         model.eval()
         return {"knn": 0.5 + step / 100}
@@ -212,6 +215,7 @@ def test_an_evaluation_in_between_changes_nothing(plain: Weights) -> None:
     hooks = Hooks(on_record=records.append, every=5, on_interval=evaluate)
     assert equal(trained(hooks), plain)
     assert [(r["step"], r["knn"]) for r in records if "knn" in r] == [(5, 0.55), (10, 0.6)]
+    assert modes == [True, True]  # and training goes on in its own mode
 
 
 def test_bfloat16_keeps_float32_weights_and_learns_alike() -> None:
