@@ -44,18 +44,17 @@ def main() -> None:
     for batch_size in args.batch_size:
         config = Pretrain().override(data=args.data, batch_size=batch_size, steps=1_000_000, dry_run=True)
         session = prepare(config)
-        loop = session.loop()
-        real = loop.objective
+        loops = {"real": session.loop(), "constant": session.loop()}
+        loop, real = loops["real"], loops["real"].objective
+        batch = next(iter(session.feed.iterate(loop.order.batches(0, 1))))
+        loops["constant"].objective = Constant(*real.view(batch, torch.zeros_like(batch.index)))
+        loops["constant"].loss = loops["constant"]._make_loss()
         sync = torch.cuda.synchronize if loop.device.type == "cuda" else (lambda: None)
-        images, noise = None, None
         seconds: dict[str, list[float]] = {"real": [], "constant": []}
         for round_ in range(args.rounds + 1):
             for name in seconds:
+                loop = loops[name]
                 batches = session.feed.iterate(loop.order.batches(loop.step, loop.step + args.steps))
-                if images is None:
-                    batch = next(iter(session.feed.iterate(loop.order.batches(0, 1))))
-                    images, noise = real.view(batch, torch.zeros_like(batch.index))
-                loop.objective = real if name == "real" else Constant(images, noise)
                 sync()
                 start = time.perf_counter()
                 for batch in batches:

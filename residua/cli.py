@@ -113,11 +113,17 @@ def _scores_while_training(model: Any, session: Session) -> dict[str, float]:
     }
 
 
+def _quickest_probe(session: Session) -> Literal["simple", "lbfgs"]:
+    """One layer after the other to its optimum suits a CPU; many small steps for all layers at once, a GPU."""
+    return "lbfgs" if session.accelerator.device.type == "cpu" else "simple"
+
+
 def _closing_words(model: Any, session: Session) -> None:
     from residua.evaluate import evaluate
     from residua.report import run_report
 
-    report = evaluate(model, session.splits, probe="lbfgs", layers="all", accelerator=session.accelerator)
+    probe = _quickest_probe(session)
+    report = evaluate(model, session.splits, probe=probe, layers="all", accelerator=session.accelerator)
     if not session.accelerator.is_main_process:
         return
     run = session.run

@@ -149,18 +149,29 @@ class Loop:
         self.ema = None
         if settings.ema:
             self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema))
-        if settings.compile:
-            # small networks spend their time launching kernels; a recorded graph does not. Accumulated gradients
-            # and several processes need the ordinary way.
-            recorded = self.device.type == "cuda" and world == 1 and self.micro == self.order.share
-            model.compile(mode="reduce-overhead" if recorded else "default")
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.loss = self._make_loss()
         self.shortcut = getattr(getattr(model, "encoder", model), "shortcut", None)
         self.health = Health(settings.steps)
         self.peak = peak_flops(self.device, settings.precision)
         self.step = 0
 
     # ------------------------------------------------------------ one step
+
+    def _make_loss(self) -> Callable[[Batch, Tensor], Tensor]:
+        """The objective from pixels to loss, compiled as a whole where asked for."""
+        model, objective = self.model, self.objective
+
+        def loss(pixels: Tensor, sizes: Tensor, index: Tensor, epochs: Tensor) -> Tensor:
+            return objective(model, Batch(pixels, sizes, index), epochs)
+
+        if self.settings.compile:
+            # small networks spend their time launching kernels; a recorded graph does not. Accumulated gradients
+            # and several processes need the ordinary way.
+            alone = self.accelerator.num_processes == 1 and self.micro == self.order.share
+            recorded = self.device.type == "cuda" and alone
+            loss = torch.compile(loss, mode="reduce-overhead" if recorded else "default")
+        return lambda batch, epochs: loss(batch.pixels, batch.sizes, batch.index, epochs)
 
     def _micro_batches(self, batch: Batch, epochs: Tensor) -> Iterator[tuple[Batch, Tensor, float, bool]]:
         count = len(batch.index)
@@ -175,7 +186,7 @@ class Loop:
         for part, part_epochs, weight, last in self._micro_batches(batch, epochs):
             with nullcontext() if last else self.accelerator.no_sync(self.model):
                 with autocast(self.device, self.settings.precision):
-                    loss = self.objective(self.model, part, part_epochs)
+                    loss = self.loss(part, part_epochs)
                 self.accelerator.backward(loss * weight if weight != 1.0 else loss)
             total += loss.detach() * weight
         return total
@@ -193,8 +204,7 @@ class Loop:
                         "set a smaller --micro-batch, add --grad-checkpointing, or take a smaller model"
                     ) from error
             self.micro = -(-self.micro // 2)
-            if self.settings.compile:
-                self.bare.compile()  # a recorded graph cannot accumulate
+            self.loss = self._make_loss()  # a recorded graph cannot accumulate
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             parts = -(-self.order.share // self.micro)
