@@ -48,7 +48,6 @@ def main() -> None:
         loop, real = loops["real"], loops["real"].objective
         batch = next(iter(session.feed.iterate(loop.order.batches(0, 1))))
         loops["constant"].objective = Constant(*real.view(batch, torch.zeros_like(batch.index)))
-        loops["constant"].loss = loops["constant"]._make_loss()
         sync = torch.cuda.synchronize if loop.device.type == "cuda" else (lambda: None)
         seconds: dict[str, list[float]] = {"real": [], "constant": []}
         for round_ in range(args.rounds + 1):

@@ -160,10 +160,9 @@ class Loop:
 
     def _make_loss(self) -> Callable[[Batch, Tensor], Tensor]:
         """The objective from pixels to loss, compiled as a whole where asked for."""
-        model, objective = self.model, self.objective
 
         def loss(pixels: Tensor, sizes: Tensor, index: Tensor, epochs: Tensor) -> Tensor:
-            return objective(model, Batch(pixels, sizes, index), epochs)
+            return self.objective(self.model, Batch(pixels, sizes, index), epochs)
 
         if self.settings.compile:
             # small networks spend their time launching kernels; a recorded graph does not. Accumulated gradients

@@ -1,15 +1,17 @@
 import dataclasses
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from PIL import Image
 
+import residua.evaluate
 from residua.data import Batch, DataError, Preprocessing, Splits, center_view, load, train_view
 from residua.evaluate import extract, pixel_features
 from residua.nn import ViT, create_model
@@ -178,7 +180,6 @@ def _extract_small() -> tuple[dict, dict, torch.Tensor]:
 
 
 def _extract_in_process(rank: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.save(_extract_small(), f"{folder}/{rank}")
@@ -186,7 +187,11 @@ def _extract_in_process(rank: int, folder: str) -> None:
 
 
 def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
-    mp.spawn(_extract_in_process, (str(tmp_path),), nprocs=2)
+    root = str(Path(residua.evaluate.__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, __file__, str(tmp_path)]
+    processes = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+    assert [process.wait(120) for process in processes] == [0, 0]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     alone = _extract_small()
@@ -221,3 +226,7 @@ def test_wrong_inputs(vit: ViT, mae, noise: Splits) -> None:
         extract(vit, Splits("noise", noise.train), splits=("test",))
     with pytest.raises(TypeError, match="encoder"):
         extract(torch.nn.Linear(2, 2), noise)
+
+
+if __name__ == "__main__":  # one of the two processes
+    _extract_in_process(int(sys.argv[2]), sys.argv[1])
