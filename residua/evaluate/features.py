@@ -84,8 +84,8 @@ def pixel_features(
 ) -> Features:
     """The baseline of no model: the centre view at no more than `size` px, each channel standardised.
 
-    16 px serve both scores better than 32 (10,000 images of CIFAR-100: kNN 15.7 against 14.9, probe 15.9
-    against 14.3), at a quarter of the cost.
+    Smaller is not weaker: on 10,000 images of CIFAR-100, sizes 8, 16 and 32 give kNN 15.7, 15.7 and 14.9 and a
+    probe (lbfgs) of 16.3, 15.9 and 14.3 (one seed, test split).
     """
     data = load(data) if isinstance(data, str) else data
     mean, std = data.train.stats()
