@@ -31,9 +31,7 @@ class Constant:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="shapes")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[64])
     parser.add_argument("--steps", type=int, default=60)

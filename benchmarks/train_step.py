@@ -27,12 +27,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import residua
 
 CASES = {
-    "vit-s-64": dict(
-        img_size=64, patch_size=8, embed_dim=384, depth=12, num_heads=6, dec=(256, 8, 8), batch=1024
-    ),
-    "vit-b-224": dict(
-        img_size=224, patch_size=16, embed_dim=768, depth=12, num_heads=12, dec=(512, 8, 16), batch=256
-    ),
+    "vit-s-64": dict(img_size=64, patch_size=8, embed_dim=384, depth=12, num_heads=6, dec=(256, 8, 8), batch=1024),
+    "vit-b-224": dict(img_size=224, patch_size=16, embed_dim=768, depth=12, num_heads=12, dec=(512, 8, 16), batch=256),
     "cpu": dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3, dec=(64, 2, 2), batch=64),
 }
 H200_PEAK = 989e12  # dense bf16, datasheet
@@ -41,9 +37,7 @@ H200_PEAK = 989e12  # dense bf16, datasheet
 class TimmMAE(nn.Module):
     """The structure of the original masked autoencoder, from timm's parts."""
 
-    def __init__(
-        self, img_size: int, patch_size: int, embed_dim: int, depth: int, num_heads: int, dec: tuple
-    ) -> None:
+    def __init__(self, img_size: int, patch_size: int, embed_dim: int, depth: int, num_heads: int, dec: tuple) -> None:
         super().__init__()
         from timm.layers import PatchEmbed
         from timm.models.vision_transformer import Block
@@ -189,13 +183,9 @@ def _ratios(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, default="cpu")
-    parser.add_argument(
-        "--modes", nargs="+", choices=["eager", "compiled", "graphs"], default=["eager", "compiled"]
-    )
+    parser.add_argument("--modes", nargs="+", choices=["eager", "compiled", "graphs"], default=["eager", "compiled"])
     parser.add_argument("--only", nargs="+", help="names of contestants")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path)
@@ -218,9 +208,7 @@ def main() -> None:
                   f"  MFU {mfu:5.1f} %  {peak:6.2f} GiB", flush=True)  # fmt: skip
     _ratios(rows)
     if args.json:
-        args.json.write_text(
-            json.dumps(dict(case=args.case, chip=chip, torch=torch.__version__, rows=rows), indent=1)
-        )
+        args.json.write_text(json.dumps(dict(case=args.case, chip=chip, torch=torch.__version__, rows=rows), indent=1))
 
 
 if __name__ == "__main__":

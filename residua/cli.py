@@ -46,11 +46,7 @@ def pretrain(args: list[str]) -> None:
     default = Pretrain()
     if args and not args[0].startswith("-"):
         given = args.pop(0)
-        default = (
-            Pretrain.read(_existing(given))
-            if given.endswith((".yaml", ".yml"))
-            else recipes.get(given).config
-        )
+        default = Pretrain.read(_existing(given)) if given.endswith((".yaml", ".yml")) else recipes.get(given).config
     config = tyro.cli(
         Pretrain, args=args, default=default, prog="residua pretrain [RECIPE|SETTINGS.yaml]", config=(OmitArgPrefixes,),
         description="Pretrain a masked autoencoder whose identity shortcuts fade with depth. Every setting left at "
@@ -81,9 +77,7 @@ def _dry_run(session: Session) -> None:
     from residua.train.pretrain import hours
 
     guess = estimate(session)
-    console.print(
-        f"[bold]memory[/]   about {guess['memory_gib']:.2g} GiB for the network and one micro-batch"
-    )
+    console.print(f"[bold]memory[/]   about {guess['memory_gib']:.2g} GiB for the network and one micro-batch")
     console.print(
         f"[bold]time[/]     about {hours(guess['seconds'])}, from three steps; nothing was trained or written"
     )
@@ -102,15 +96,9 @@ def _scores_while_training(model: Any, session: Session) -> dict[str, float]:
         limit=10_000,
         accelerator=session.accelerator,
     )
-    for text in Health(session.settings.steps).check_rank(
-        report.value("entropy rank"), model.encoder.embed_dim
-    ):
+    for text in Health(session.settings.steps).check_rank(report.value("entropy rank"), model.encoder.embed_dim):
         _note(text)
-    return {
-        f"eval/{s.metric.replace(' ', '_')}": s.value
-        for s in report.scores
-        if s.layer in (-1, report.layers[-1])
-    }
+    return {f"eval/{s.metric.replace(' ', '_')}": s.value for s in report.scores if s.layer in (-1, report.layers[-1])}
 
 
 def _quickest_probe(session: Session) -> Literal["simple", "lbfgs"]:
@@ -132,9 +120,7 @@ def _closing_words(model: Any, session: Session) -> None:
     page = run_report(run, model=model, splits=session.splits, evaluation=report)
     console.print(report.table())
     rank, fresh, pixels = (report.value("entropy rank", who) for who in ("model", "random init", "pixels"))
-    console.print(
-        f"entropy rank {rank:.1f} nats (random init {fresh:.1f}, pixels {pixels:.1f}); pictures: {page}"
-    )
+    console.print(f"entropy rank {rank:.1f} nats (random init {fresh:.1f}, pixels {pixels:.1f}); pictures: {page}")
     console.print(f'load it:  model = residua.load("{run}")', markup=False)
     console.print(
         f"use it:   residua embed {run} --data {session.config.data.data} --out features.parquet",
@@ -201,8 +187,8 @@ def evaluate(args: list[str]) -> None:
         accelerator = Accelerator(cpu=o.device == "cpu")
     report = evaluate(
         model, splits, knn=o.knn, probe=None if o.probe == "none" else o.probe, rank=o.rank, layers=_layers(o.layers),
-        readout=o.readout, k=o.k, temperature=o.temperature, img_size=o.img_size, batch_size=o.batch_size, limit=o.limit,
-        seed=o.seed, baselines=o.baselines, on_bad_image=o.on_bad_image, device=o.device, accelerator=accelerator,
+        readout=o.readout, k=o.k, temperature=o.temperature, img_size=o.img_size, batch_size=o.batch_size,
+        limit=o.limit, seed=o.seed, baselines=o.baselines, on_bad_image=o.on_bad_image, device=o.device, accelerator=accelerator,
     )  # fmt: skip
     if accelerator is not None and not accelerator.is_main_process:
         return
@@ -323,9 +309,7 @@ def recipes(args: list[str]) -> None:
             table.add_row(recipe.name, recipe.summary, recipe.cost, recipe.expect)
         return console.print(table)
     recipe = get(o.name)
-    _print_nested(
-        {"what": recipe.summary, "cost": recipe.cost, "expect": recipe.expect, "settings": recipe.settings}
-    )
+    _print_nested({"what": recipe.summary, "cost": recipe.cost, "expect": recipe.expect, "settings": recipe.settings})
     console.print(f"\nrun it:  residua pretrain {recipe.name}", markup=False)
 
 
@@ -418,9 +402,7 @@ class _Bar:
         if "mfu" in record:
             parts.append(f"MFU {100 * record['mfu']:.0f} %")
         parts += [
-            f"{key.removeprefix('eval/')} {value:.4g}"
-            for key, value in record.items()
-            if key.startswith("eval/")
+            f"{key.removeprefix('eval/')} {value:.4g}" for key, value in record.items() if key.startswith("eval/")
         ]
         left = (self.steps - record["step"]) * self.batch_size / record["images_per_s"]
         text = "  ".join([*parts, f"{hours(left)} left"])
@@ -463,16 +445,12 @@ def _warn_shared(splits: Splits) -> None:
         return
     shared = count_shared(splits.train, splits.test)
     if shared:
-        _note(
-            f"{shared:,} test image{'s' * (shared > 1)} also occur{'s' * (shared == 1)} in the training part"
-        )
+        _note(f"{shared:,} test image{'s' * (shared > 1)} also occur{'s' * (shared == 1)} in the training part")
 
 
 def _decoding(done: int, total: int) -> None:
     if console.is_terminal:
-        console.print(
-            f"decoding {done:,} of {total:,} images", end="\n" if done >= total else "\r", markup=False
-        )
+        console.print(f"decoding {done:,} of {total:,} images", end="\n" if done >= total else "\r", markup=False)
 
 
 def _note(text: str) -> None:

@@ -13,9 +13,10 @@ from PIL import Image
 import residua
 from residua import cli
 
-TINY = ["--data", "shapes?n=48&size=16&test=16", "--size", "nano", "--depth", "2", "--embed-dim", "32", "--num-heads", "2",
-        "--decoder-embed-dim", "32", "--decoder-depth", "1", "--patch-size", "4", "--batch-size", "16", "--steps", "6",
-        "--cpu"]  # fmt: skip
+TINY = """
+--data shapes?n=48&size=16&test=16 --size nano --depth 2 --embed-dim 32 --num-heads 2 --decoder-embed-dim 32
+--decoder-depth 1 --patch-size 4 --batch-size 16 --steps 6 --cpu
+""".split()  # noqa: SIM905
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,14 @@ def test_version(capsys):
 
 def test_pretrain_leaves_a_whole_run(run):
     names = {path.name for path in run.iterdir()}
-    assert {"config.yaml", "environment.json", "metrics.jsonl", "evaluation.json", "report.html", "checkpoints"} <= names
+    assert {
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "evaluation.json",
+        "report.html",
+        "checkpoints",
+    } <= names
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert "eval/kNN" in records[2]
@@ -52,7 +60,17 @@ def test_pretrain_leaves_a_whole_run(run):
 def test_pretrain_says_what_it_chose_and_what_it_is_worth(tmp_path, capsys):
     assert cli.main(["pretrain", *TINY, "--out", str(tmp_path / "r")]) == 0
     out = capsys.readouterr().out
-    for word in ("data", "model", "steps", "device", "run", "alpha_min 0.9", "entropy rank", "residua.load(", "random init"):
+    for word in (
+        "data",
+        "model",
+        "steps",
+        "device",
+        "run",
+        "alpha_min 0.9",
+        "entropy rank",
+        "residua.load(",
+        "random init",
+    ):
         assert word in out
 
 
@@ -163,10 +181,14 @@ def test_wheel_holds_all_that_the_demo_needs(tmp_path):
     subprocess.run(call, check=True)
     (wheel,) = tmp_path.glob("residua-*.whl")
     site = tmp_path / "site"
-    subprocess.run([sys.executable, "-m", "pip", "--quiet", "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
-    code = "import sys, residua, residua.cli; print(residua.__file__); sys.exit(residua.cli.main(['demo', '--quick', '--out', 'd']))"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--quiet", "install", "--no-deps", "--target", str(site), str(wheel)], check=True
+    )
+    code = "from residua import cli; print(cli.__file__); exit(cli.main('demo --quick --out d'.split()))"
     env = {**os.environ, "PYTHONPATH": str(site)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert str(site) in done.stdout
     assert (tmp_path / "d" / "report.html").stat().st_size > 10_000

@@ -27,9 +27,7 @@ class ArraySource(Source):
         labels: np.ndarray | None,
         classes: Sequence[str] | None,
     ) -> None:
-        super().__init__(
-            name, split, channels=images.shape[3], dtype=images.dtype, classes=classes, labels=labels
-        )
+        super().__init__(name, split, channels=images.shape[3], dtype=images.dtype, classes=classes, labels=labels)
         self.images = images
 
     def __len__(self) -> int:
@@ -58,9 +56,7 @@ class ArraySource(Source):
         for start in range(0, len(self), 1024):
             block = decode.to_unit(self.images[start : start + 1024]).reshape(-1, self.channels)
             ones = np.full(self.channels, float(len(block)))
-            moments += np.stack(
-                [block.sum(0, dtype=np.float64), np.square(block).sum(0, dtype=np.float64), ones]
-            )
+            moments += np.stack([block.sum(0, dtype=np.float64), np.square(block).sum(0, dtype=np.float64), ones])
         return moments_to_stats(moments)
 
 

@@ -65,13 +65,9 @@ def _parse(spec: str) -> tuple[str, str, dict[str, str]]:
         advice = f"for a folder of images write {hint!r}" if hint else did_you_mean(name, NAMES)
         raise DataError(f"unknown data {spec!r}: {advice} (all: {', '.join(NAMES)})")
     if name in _WITH_PATH and not argument:
-        raise DataError(
-            f"data {spec!r} lacks its {_WITH_PATH[name].lower()}: write {name}:{_WITH_PATH[name]}"
-        )
+        raise DataError(f"data {spec!r} lacks its {_WITH_PATH[name].lower()}: write {name}:{_WITH_PATH[name]}")
     if name not in _WITH_PATH and colon:
-        raise DataError(
-            f"data {spec!r}: {name} takes no path; options follow a question mark ({name}?key=value)"
-        )
+        raise DataError(f"data {spec!r}: {name} takes no path; options follow a question mark ({name}?key=value)")
     options = dict(parse_qsl(query, keep_blank_values=True))
     for key in options:
         if key not in _OPTIONS.get(name, ()):
@@ -92,9 +88,7 @@ def _load_imagenet(path: str) -> Splits:
     """ImageNet-1k under PATH: unpacked `train` and `val` folders, or the archives (unpacked once)."""
     base = Path(path).expanduser()
     if not base.is_dir():
-        raise DataError(
-            f"imagenet:{path}: {base} does not exist; give the folder with train and val, or the archives"
-        )
+        raise DataError(f"imagenet:{path}: {base} does not exist; give the folder with train and val, or the archives")
     names: dict[str, str] = {}
     if any(base.glob("ILSVRC2012_devkit*")) or (base / "meta.bin").exists():
         from torchvision.datasets import ImageNet

@@ -149,9 +149,7 @@ def _pil_header(image: Image.Image) -> Header:
     frames = _stacked_frames(image)
     width, height = image.size
     # Asked for EXIF that it lacks, a PNG would decode all its pixels to look behind them.
-    if (image.format != "PNG" or "exif" in image.info) and image.getexif().get(
-        _EXIF_ORIENTATION
-    ) in _SIDEWAYS:
+    if (image.format != "PNG" or "exif" in image.info) and image.getexif().get(_EXIF_ORIENTATION) in _SIDEWAYS:
         height, width = width, height
     dtype = "float32" if image.mode == "F" else "uint16" if image.mode.startswith("I") else "uint8"
     return Header(height, width, frames if image.mode in _GREY else 3, dtype)

@@ -240,9 +240,7 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _loader(
-    decoder: _Decoder, workers: int, *, pin: bool = False, batches: Iterable[Tensor] = ()
-) -> DataLoader[Any]:
+def _loader(decoder: _Decoder, workers: int, *, pin: bool = False, batches: Iterable[Tensor] = ()) -> DataLoader[Any]:
     return DataLoader(
         decoder,
         batch_sampler=_Batches(batches),  # type: ignore[arg-type]
@@ -274,9 +272,7 @@ def _one_thread(_: int) -> None:
 class _Copy:
     """A batch on its way to the device; on CUDA over a stream of its own, beside the computing."""
 
-    def __init__(
-        self, tensors: Sequence[Tensor], device: torch.device, stream: torch.cuda.Stream | None
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device, stream: torch.cuda.Stream | None) -> None:
         with torch.cuda.stream(stream):  # does nothing where the stream is None
             self.batch = Batch(*(tensor.to(device, non_blocking=stream is not None) for tensor in tensors))
         self.done = None if stream is None else stream.record_event()

@@ -76,9 +76,7 @@ def list_images(root: Path) -> list[str]:
         relative = Path(folder).relative_to(root).as_posix()
         start = "" if relative == "." else relative + "/"
         found += [
-            start + name
-            for name in names
-            if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
+            start + name for name in names if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
         ]
     return sorted(found)
 
@@ -96,9 +94,7 @@ def _in_class_folders(files: list[str]) -> bool:
 def _load_presplit(base: Path, name: str) -> Splits:
     files = list_images(base / "train")
     if not files:
-        raise DataError(
-            f"folder:{base}: no images in {base / 'train'}; looked for {', '.join(sorted(SUFFIXES))}"
-        )
+        raise DataError(f"folder:{base}: no images in {base / 'train'}; looked for {', '.join(sorted(SUFFIXES))}")
     candidates = [(part, list_images(base / part)) for part in TEST_NAMES if (base / part).is_dir()]
     candidates = [(part, found) for part, found in candidates if found]
     if not candidates:

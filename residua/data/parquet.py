@@ -69,18 +69,12 @@ class ParquetSource(EncodedSource):
         return np.concatenate(lengths).astype(np.int64)
 
     def fingerprint(self) -> str:
-        return fingerprint_of(
-            _content_key(self.files), self.image, self.labels if self.labels is not None else "none"
-        )
+        return fingerprint_of(_content_key(self.files), self.image, self.labels if self.labels is not None else "none")
 
     def _open(self) -> None:
         size = sum(_column_bytes(file, self.image) for file in self.files)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        columns = (
-            _spilled(self.files, self.image)
-            if size > _SPILL_SHARE * memory
-            else _rows(self.files, self.image)
-        )
+        columns = _spilled(self.files, self.image) if size > _SPILL_SHARE * memory else _rows(self.files, self.image)
         self._chunks = [_bytes_and_paths(column) for column in columns]
         self._starts = np.cumsum([0] + [len(data) for data, _ in self._chunks])
 
@@ -92,9 +86,7 @@ class ParquetSource(EncodedSource):
         self._open()
 
 
-def load_parquet(
-    path: str, *, image: str | None = None, label: str | None = None, name: str | None = None
-) -> Splits:
+def load_parquet(path: str, *, image: str | None = None, label: str | None = None, name: str | None = None) -> Splits:
     """A parquet file or a folder of them; names tell the splits (`train-*`, `test-*`, `valid*-*`)."""
     base = Path(path).expanduser()
     if not base.exists():
@@ -171,9 +163,7 @@ def _one_config(name: str, files: list[str], config: str | None) -> list[str]:
 
 def _load_groups(name: str, groups: dict[str, list[Path]], image: str | None, label: str | None) -> Splits:
     if "train" not in groups:
-        raise DataError(
-            f"{name}: no training files among {', '.join(sorted(groups))}; name them train-*.parquet"
-        )
+        raise DataError(f"{name}: no training files among {', '.join(sorted(groups))}; name them train-*.parquet")
     image, label, classes = _columns(name, groups["train"][0], image, label)
     labels, classes = _labels(name, groups["train"], label, classes)
     train = ParquetSource(name, "train", groups["train"], image=image, classes=classes, labels=labels)
@@ -182,23 +172,17 @@ def _load_groups(name: str, groups: dict[str, list[Path]], image: str | None, la
         if split not in groups:
             continue
         test_labels, _ = _labels(name, groups[split], label, classes)
-        test = ParquetSource(
-            name, split, groups[split], image=image, classes=classes, labels=test_labels, like=train
-        )
+        test = ParquetSource(name, split, groups[split], image=image, classes=classes, labels=test_labels, like=train)
         if test_labels is not None or labels is None:
             return Splits(name, train, test)
         fallback = fallback or test  # a test split without labels is used only if there is no better
     return Splits(name, train, fallback)
 
 
-def _columns(
-    name: str, file: Path, image: str | None, label: str | None
-) -> tuple[str, str | None, list[str] | None]:
+def _columns(name: str, file: Path, image: str | None, label: str | None) -> tuple[str, str | None, list[str] | None]:
     """Image column, label column (None if there is none) and class names (None if they are not given)."""
     schema = _schema(file)
-    features = (
-        json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-    )
+    features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
     for given, what in ((image, "image"), (label, "label")):
         if given is not None and given not in schema.names:
             raise DataError(f"{name}: no column {given!r} for {what}; {did_you_mean(given, schema.names)}")
@@ -212,16 +196,12 @@ def _columns(
             )
         image = found[0]
     if label is None:
-        declared = [
-            key for key, value in features.items() if _type(value) == "ClassLabel" and key in schema.names
-        ]
+        declared = [key for key, value in features.items() if _type(value) == "ClassLabel" and key in schema.names]
         integers = [field.name for field in schema if pa.types.is_integer(field.type)]
         choices = [key for key in _LABEL_NAMES if key in declared] + declared
         choices += [key for key in _LABEL_NAMES if key in integers]
         label = choices[0] if choices else None
-    classes = (
-        features.get(label, {}).get("names") if label and isinstance(features.get(label), dict) else None
-    )
+    classes = features.get(label, {}).get("names") if label and isinstance(features.get(label), dict) else None
     return image, label, list(classes) if classes else None
 
 

@@ -79,9 +79,7 @@ class ShapesSource(Source):
         return {**self.__dict__, "_blocks": OrderedDict()}
 
 
-def load_shapes(
-    *, n: int = 4096, size: int = 32, classes: int = 8, test: int | None = None, seed: int = 0
-) -> Splits:
+def load_shapes(*, n: int = 4096, size: int = 32, classes: int = 8, test: int | None = None, seed: int = 0) -> Splits:
     """Train and test splits; the test split has `n // 4` images unless `test` says otherwise."""
     test = max(1, n // 4) if test is None else test
     if n < 1 or test < 1:

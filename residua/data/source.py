@@ -132,9 +132,7 @@ class Source(ABC):
                 image = decode.to_unit(self.read(i, target=256)).reshape(-1, self.channels).astype(np.float64)
             except BadImage:
                 return None
-            return np.stack(
-                [image.sum(0), np.square(image).sum(0), np.full(self.channels, float(len(image)))]
-            )
+            return np.stack([image.sum(0), np.square(image).sum(0), np.full(self.channels, float(len(image)))])
 
         parts = [part for part in threaded(moments, chosen.tolist()) if part is not None]
         if not parts:
@@ -248,14 +246,11 @@ class EncodedSource(Source):
         channels = {head.channels: where for head, where in heads.items()}
         if max(channels) > 64:
             raise DataError(
-                f"{channels[max(channels)]} has {max(channels)} channels; "
-                "arrays must be (H, W, C), channels last"
+                f"{channels[max(channels)]} has {max(channels)} channels; arrays must be (H, W, C), channels last"
             )
         if len(channels) > 1 and set(channels) != {1, 3}:
             example = ", ".join(f"{where} has {count}" for count, where in sorted(channels.items()))
-            raise DataError(
-                f"images differ in their number of channels: {example}; keep one kind per data set"
-            )
+            raise DataError(f"images differ in their number of channels: {example}; keep one kind per data set")
         dtypes = {head.dtype for head in heads}
         dtype = next(name for name in ("float32", "uint16", "uint8") if name in dtypes)
         return max(channels), np.dtype(dtype)
@@ -307,8 +302,6 @@ def fingerprint_of(*parts: object) -> str:
     """Hash of strings, numbers and arrays."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
-        state.update(
-            np.ascontiguousarray(part).tobytes() if isinstance(part, np.ndarray) else repr(part).encode()
-        )
+        state.update(np.ascontiguousarray(part).tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
         state.update(b"\0")
     return state.hexdigest()

@@ -71,15 +71,20 @@ class Report:
         images = f"{self.n_train:,} train and {self.n_test:,} test images ({self.test})"
         title = f"{self.data}, {size} px, read-out {self.readout}\n{images}"
         table = Table(title=title, caption=self._caption(), title_justify="left", caption_justify="left")
-        for heading in ("score", "layer", MODEL, RANDOM, PIXELS):
-            table.add_column(heading, justify="right" if heading in (MODEL, RANDOM, PIXELS) else "left")
-        rows = [s for s in self.scores if s.subject == MODEL]
-        order = {name: i for i, name in enumerate(dict.fromkeys(map(_name, rows)))}
-        for own in sorted(rows, key=lambda s: order[_name(s)]):
-            chosen = own.settings.get("selected") and len(self.layers) > 1
-            layer = f"{own.layer} *" if chosen else str(own.layer)
-            others = [self._beside(own, RANDOM, own.layer), self._beside(own, PIXELS, -1)]
-            table.add_row(_name(own), layer, _show(own.value, own.unit), *others)
+        names = list(dict.fromkeys(_name(s) for s in self.scores if s.subject == MODEL))
+        for heading in ("", *names):
+            table.add_column(heading, justify="right" if heading else "left")
+        several = len(self.layers) > 1
+        chosen = {s.layer for s in self.scores if s.subject == MODEL and s.settings.get("selected") and several}
+        rows = [(f"layer {i}{' *' * (i in chosen)}" if several else MODEL, MODEL, i) for i in self.layers]
+        if any(s.subject != MODEL for s in self.scores):
+            last = self.layers[-1]
+            rows += [(f"{RANDOM}, {last}" if several else RANDOM, RANDOM, last), (PIXELS, PIXELS, -1)]
+        for label, subject, layer in rows:
+            cells = {_name(s): _show(s.value, s.unit) for s in self.scores if (s.subject, s.layer) == (subject, layer)}
+            table.add_row(
+                label, *(cells.get(name, "-") for name in names), end_section=label == rows[len(self.layers) - 1][0]
+            )
         return table
 
     def _caption(self) -> str:
@@ -116,13 +121,6 @@ class Report:
         part.write_text(self.to_json() + "\n")
         os.replace(part, path)
         return path
-
-    def _beside(self, own: Score, subject: str, layer: int) -> str:
-        for s in self.scores:
-            same = s.settings.get("k") == own.settings.get("k")
-            if same and (s.metric, s.subject, s.layer) == (own.metric, subject, layer):
-                return _show(s.value, s.unit)
-        return "-"
 
     def _named_neighbors(self) -> list[dict[str, Any]]:
         if self.neighbors is None:

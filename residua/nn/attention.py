@@ -94,9 +94,7 @@ if triton is not None:
             m = start + tl.arange(0, BLOCK_M)
             queries = (m < N)[:, None]
             q = tl.load(qkv + base + m[:, None] * row + d, mask=queries, other=0.0)
-            do = tl.load(
-                grad + image * N * H * D + head * D + m[:, None] * (H * D) + d, mask=queries, other=0.0
-            )
+            do = tl.load(grad + image * N * H * D + head * D + m[:, None] * (H * D) + d, mask=queries, other=0.0)
             # the softmax again: cheaper than keeping it
             s0 = tl.where((n0 < N)[None, :], tl.dot(q, tl.trans(k0)) * scale, float("-inf"))
             s1 = tl.where((n1 < N)[None, :], tl.dot(q, tl.trans(k1)) * scale, float("-inf"))

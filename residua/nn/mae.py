@@ -109,9 +109,7 @@ class Decoder(nn.Module):
         self.token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.register_buffer("pos_embed", sincos_positions(grid, embed_dim))
         self.skips = nn.ModuleList(SkipFusion(embed_dim, encoder_dim) for _ in range(skips))
-        self.blocks = nn.ModuleList(
-            Block(embed_dim, num_heads, mlp_ratio, eps=norm_eps) for _ in range(depth)
-        )
+        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, eps=norm_eps) for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim, eps=norm_eps)
         self.pred = nn.Linear(embed_dim, patch_dim)
 
@@ -185,12 +183,8 @@ class MAE(nn.Module):
         grid = patch_grid(img_size, patch_size)
         n = grid[0] * grid[1]
         if not 0 < int(n * (1 - mask_ratio)) < n:
-            raise ValueError(
-                f"mask_ratio {mask_ratio} of {n} patches hides none or all: choose one strictly between"
-            )
-        self.skip_blocks = (
-            list(range(depth - 1, -1, -2))[: min(decoder_depth, (depth + 1) // 2)] if ushape else []
-        )
+            raise ValueError(f"mask_ratio {mask_ratio} of {n} patches hides none or all: choose one strictly between")
+        self.skip_blocks = list(range(depth - 1, -1, -2))[: min(decoder_depth, (depth + 1) // 2)] if ushape else []
         patch_dim = self.patch_size[0] * self.patch_size[1] * in_chans
         self.decoder = Decoder(
             decoder, grid, embed_dim, patch_dim, decoder_embed_dim, decoder_depth, decoder_num_heads,

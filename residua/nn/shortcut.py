@@ -42,23 +42,15 @@ class Decay:
             ("control", Control),
         ):
             if getattr(self, field) not in get_args(allowed):
-                raise ValueError(
-                    f"{field} is {getattr(self, field)!r}; choose one of {', '.join(get_args(allowed))}"
-                )
+                raise ValueError(f"{field} is {getattr(self, field)!r}; choose one of {', '.join(get_args(allowed))}")
         if not 0.0 <= self.alpha_min <= 1.0:
-            raise ValueError(
-                f"alpha_min is {self.alpha_min}; it must lie in [0, 1] (1 = ordinary residual network)"
-            )
+            raise ValueError(f"alpha_min is {self.alpha_min}; it must lie in [0, 1] (1 = ordinary residual network)")
         if self.alpha_eff is not None and not 0.0 < self.alpha_eff <= 1.0:
-            raise ValueError(
-                f"alpha_eff is {self.alpha_eff}; it must lie in (0, 1] (1 = ordinary residual network)"
-            )
+            raise ValueError(f"alpha_eff is {self.alpha_eff}; it must lie in (0, 1] (1 = ordinary residual network)")
         if self.alpha_eff is not None and self.alpha_min != 1.0:
             raise ValueError("give alpha_min or alpha_eff, not both: one determines the other")
         if self.until is not None and self.until <= 0:
-            raise ValueError(
-                f"until is {self.until}; give a share of the depth in (0, 1] or a step index above 1"
-            )
+            raise ValueError(f"until is {self.until}; give a share of the depth in (0, 1] or a step index above 1")
         decays = self.alpha_min != 1.0 or self.alpha_eff not in (None, 1.0)
         if decays and (self.control != "none" or self.schedule == "learned"):
             what = "control" if self.control != "none" else 'schedule="learned"'
@@ -86,9 +78,7 @@ class Decay:
             p = p.repeat_interleave(sublayers)
         if self.branches != "both":
             if sublayers != 2:
-                raise ValueError(
-                    f"branches={self.branches!r} needs a network with attention and MLP sublayers"
-                )
+                raise ValueError(f"branches={self.branches!r} needs a network with attention and MLP sublayers")
             p[1 if self.branches == "attn" else 0 :: 2] = 0.0
         return p
 
@@ -138,15 +128,11 @@ def _solve_alpha_min(profile: Tensor, alpha_eff: float) -> float:
     """alpha_min with `prod_k (1 - (1 - alpha_min) p_k) = alpha_eff`, by bisection (monotone in alpha_min)."""
     smallest = float((1 - profile).prod())
     if alpha_eff < smallest:
-        raise ValueError(
-            f"alpha_eff={alpha_eff:g} is out of reach: this schedule's least product is {smallest:.2g}"
-        )
+        raise ValueError(f"alpha_eff={alpha_eff:g} is out of reach: this schedule's least product is {smallest:.2g}")
     low, high = 0.0, 1.0
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if float((1 - (1 - middle) * profile).prod()) < alpha_eff else (low, middle)
-        )
+        low, high = (middle, high) if float((1 - (1 - middle) * profile).prod()) < alpha_eff else (low, middle)
     return high
 
 
@@ -183,9 +169,7 @@ class Shortcuts(nn.Module):
     def set_decay(self, decay: Decay) -> None:
         """Replace the schedule in place."""
         if "learned" in (decay.schedule, self.decay.schedule) and decay.schedule != self.decay.schedule:
-            raise ValueError(
-                "a learned alpha is a parameter: build the model with schedule='learned' instead"
-            )
+            raise ValueError("a learned alpha is a parameter: build the model with schedule='learned' instead")
         self.decay = decay
         self.set_strength(1.0)
 

@@ -75,9 +75,7 @@ def residual_part(model: nn.Module) -> Residual:
     """The network that carries the residual stream: the model itself or its encoder."""
     part = getattr(model, "encoder", model)
     if not isinstance(part, Residual):
-        raise TypeError(
-            f"{type(model).__name__} does not describe its residual steps (needs steps, embed, shortcut)"
-        )
+        raise TypeError(f"{type(model).__name__} does not describe its residual steps (needs steps, embed, shortcut)")
     return part
 
 

@@ -34,9 +34,7 @@ def patch_grid(img_size: int | tuple[int, int], patch_size: int | tuple[int, int
     if min(ph, pw) < 1:
         raise ValueError(f"patch size {ph} x {pw} must be positive")
     if height < ph or width < pw:
-        raise ValueError(
-            f"image size {height} x {width} is smaller than one patch ({ph} x {pw}): use smaller patches"
-        )
+        raise ValueError(f"image size {height} x {width} is smaller than one patch ({ph} x {pw}): use smaller patches")
     if height % ph or width % pw:
         near = (round(height / ph) * ph, round(width / pw) * pw)
         raise ValueError(
@@ -121,9 +119,7 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: two branches, to be added to the stream by whoever owns the stream."""
 
-    def __init__(
-        self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = True, eps: float = 1e-6
-    ):
+    def __init__(self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = True, eps: float = 1e-6):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=eps)
         self.attn = Attention(dim, num_heads, qkv_bias)
@@ -197,9 +193,7 @@ class ViT(nn.Module):
         self.patch_embed = PatchEmbed(self.patch_size, in_chans, embed_dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.register_buffer("pos_embed", sincos_positions(self.grid, embed_dim))
-        self.blocks = nn.ModuleList(
-            Block(embed_dim, num_heads, mlp_ratio, eps=norm_eps) for _ in range(depth)
-        )
+        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, eps=norm_eps) for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim, eps=norm_eps) if final_norm else nn.Identity()
 
         init_weights(self)
@@ -210,9 +204,7 @@ class ViT(nn.Module):
     @property
     def config(self) -> dict[str, Any]:
         """Keyword arguments of `create_model` that build this network again."""
-        names = (
-            "img_size patch_size in_chans embed_dim depth num_heads mlp_ratio norm_eps final_norm zero_init"
-        )
+        names = "img_size patch_size in_chans embed_dim depth num_heads mlp_ratio norm_eps final_norm zero_init"
         fields = {name: getattr(self, name) for name in names.split()}
         return {"name": "vit", **fields, **asdict(self.shortcut.decay)}
 
@@ -235,9 +227,7 @@ class ViT(nn.Module):
     def embed(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) -> stream (B, 1 + N, D) before the first step."""
         if images.ndim != 4 or images.shape[1] != self.in_chans:
-            raise ValueError(
-                f"images of shape {tuple(images.shape)} given; expected (batch, {self.in_chans}, h, w)"
-            )
+            raise ValueError(f"images of shape {tuple(images.shape)} given; expected (batch, {self.in_chans}, h, w)")
         grid = patch_grid((images.shape[2], images.shape[3]), self.patch_size)
         return self.embed_patches(patchify(images, self.patch_size), self.positions(grid)[:, 1:])
 

@@ -51,9 +51,7 @@ def translate(state: State) -> dict[str, Tensor]:
             out[renamed if renamed.startswith("decoder.") else f"encoder.{renamed}"] = value
     if "encoder.patch_embed.proj.weight" not in out:
         some = ", ".join(list(state)[:3])
-        raise ValueError(
-            f"these are no weights of a vision transformer or masked autoencoder (found: {some}, ...)"
-        )
+        raise ValueError(f"these are no weights of a vision transformer or masked autoencoder (found: {some}, ...)")
     return out
 
 
@@ -108,9 +106,7 @@ def load_weights(model: nn.Module, state: State, *, what: str, encoder_only: boo
                 wrong.append(f"{key} is {tuple(given[key].shape)}, expected {tuple(value.shape)}")
             del given[key]
     extra = [
-        key
-        for key in given
-        if key not in own and not (encoder_only and key.startswith(("decoder.", "encoder.norm")))
+        key for key in given if key not in own and not (encoder_only and key.startswith(("decoder.", "encoder.norm")))
     ]
     wrong += [f"{key} has no place in this model" for key in extra]
     if wrong:

@@ -153,9 +153,7 @@ def load(path: str | Path, *, ema: bool = True) -> MAE | ViT:
         model = create_model(**config)
         load_weights(model, state, what=str(file))
         if config["in_chans"] == 3:
-            model.preprocessing = Preprocessing(
-                config["img_size"], IMAGENET_MEAN, IMAGENET_STD, crop_pct=0.875
-            )
+            model.preprocessing = Preprocessing(config["img_size"], IMAGENET_MEAN, IMAGENET_STD, crop_pct=0.875)
     if isinstance(model, MAE):
         model.encoder.preprocessing = model.preprocessing
     return model.eval()
@@ -176,9 +174,7 @@ def weights_file(path: Path, *, ema: bool = True) -> Path:
     for name in ("ema.safetensors", *names) if ema else names:
         if (path / name).exists():
             return path / name
-    raise CheckpointError(
-        f"{path} holds no run and no weights (looked for checkpoints/ and {', '.join(names)})"
-    )
+    raise CheckpointError(f"{path} holds no run and no weights (looked for checkpoints/ and {', '.join(names)})")
 
 
 def read_state(file: Path) -> dict[str, Tensor]:
@@ -189,9 +185,7 @@ def read_state(file: Path) -> dict[str, Tensor]:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read as weights: {error}") from error
-    content = (
-        content.get("model", content.get("state_dict", content)) if isinstance(content, dict) else content
-    )
+    content = content.get("model", content.get("state_dict", content)) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise CheckpointError(f"{file} holds no state dict of tensors")
     return content

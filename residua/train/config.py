@@ -174,9 +174,7 @@ class Pretrain:
         for part in fields(self):
             group = getattr(self, part.name)
             own = {f.name: values.pop(f.name) for f in fields(group) if f.name in values}
-            parts[part.name] = replace(
-                group, **{k: tuple(v) if isinstance(v, list) else v for k, v in own.items()}
-            )
+            parts[part.name] = replace(group, **{k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
         if values:
             raise ValueError(f"no setting named {', '.join(values)}")
         return Pretrain(**parts)
@@ -186,10 +184,7 @@ class Pretrain:
         return {name: value for group in asdict(self).values() for name, value in group.items()}
 
     def save(self, path: Path) -> None:
-        groups = {
-            k: {n: list(v) if isinstance(v, tuple) else v for n, v in g.items()}
-            for k, g in asdict(self).items()
-        }
+        groups = {k: {n: list(v) if isinstance(v, tuple) else v for n, v in g.items()} for k, g in asdict(self).items()}
         write_text(path, yaml.safe_dump(groups, sort_keys=False))
 
     @classmethod

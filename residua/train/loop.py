@@ -95,9 +95,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 def make_optimizer(model: nn.Module, settings: Settings, device: torch.device) -> torch.optim.AdamW:
     groups = parameter_groups(model, settings.weight_decay)
-    return torch.optim.AdamW(
-        groups, lr=settings.lr, betas=settings.betas, fused=device.type in ("cuda", "cpu")
-    )
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=device.type in ("cuda", "cpu"))
 
 
 @dataclass
@@ -295,9 +293,7 @@ class Loop:
         if self.shortcut is not None:
             record["alpha_last"] = float(self.shortcut.alpha[-1])
         if self.peak and self.settings.flops_per_image:
-            record["mfu"] = (
-                rate * self.settings.flops_per_image / (self.peak * self.accelerator.num_processes)
-            )
+            record["mfu"] = rate * self.settings.flops_per_image / (self.peak * self.accelerator.num_processes)
         if self.feed.skipped:
             record["skipped_images"] = self.feed.skipped
         share = (self.feed.wait_seconds - waited) / seconds

@@ -27,13 +27,9 @@ from residua.train.machine import activation_bytes, count_parameters, device_nam
 class Reconstruction:
     """The objective: crop, flip, hide patches, reconstruct them. All chance depends on seed, epoch and image alone."""
 
-    def __init__(
-        self, config: Pretrain, preprocessing: Preprocessing, patches: int, device: torch.device
-    ) -> None:
+    def __init__(self, config: Pretrain, preprocessing: Preprocessing, patches: int, device: torch.device) -> None:
         self.img_size, self.patches, self.seed = preprocessing.img_size, patches, config.optim.seed
-        self.mean, self.std = (
-            torch.tensor(v, device=device) for v in (preprocessing.mean, preprocessing.std)
-        )
+        self.mean, self.std = (torch.tensor(v, device=device) for v in (preprocessing.mean, preprocessing.std))
         self.scale, self.flip = config.data.scale, config.data.flip
 
     @torch.no_grad()
@@ -74,9 +70,7 @@ class Session:
         return len(self.feed) / self.settings.batch_size
 
     def loop(self, hooks: Hooks | None = None) -> Loop:
-        objective = Reconstruction(
-            self.config, self.preprocessing, self.model.num_patches, self.accelerator.device
-        )
+        objective = Reconstruction(self.config, self.preprocessing, self.model.num_patches, self.accelerator.device)
         return Loop(self.model, objective, self.feed, self.settings, self.accelerator, self.run, hooks)
 
     def lines(self) -> list[tuple[str, str]]:
@@ -95,11 +89,7 @@ class Session:
             fading += f", annealed over {100 * c.shortcut.anneal:.0f} % of the steps"
         name = {"ushape": "U-shaped", "plain": "plain"}[c.model.decoder]
         world = self.accelerator.num_processes
-        where = (
-            "whole data set on the device"
-            if self.feed.resident
-            else f"streamed by {self.feed.workers} workers"
-        )
+        where = "whole data set on the device" if self.feed.resident else f"streamed by {self.feed.workers} workers"
         compiled = ", compiled" if m.compile else ""
         lines = [
             ("data", f"{source.name}: {len(self.feed):,} images, {source.channels} channel{plural}, {labels} -> "
@@ -118,12 +108,10 @@ def prepare(config: Pretrain, progress: data.feed.Progress | None = None) -> Ses
     """Check and choose everything before anything is trained."""
     if config.machine.resume:
         config = _resumed(config)
-    trackers = list(config.machine.trackers) if not config.machine.dry_run else []
+    trackers = _trackers(config)
     run_given = Path(config.machine.out).expanduser() if config.machine.out else None
     splits = data.load(config.data.data)
-    accelerator = Accelerator(
-        cpu=config.machine.cpu, log_with=trackers or None, project_dir=run_given or "runs"
-    )
+    accelerator = Accelerator(cpu=config.machine.cpu, log_with=trackers or None, project_dir=run_given or "runs")
     device = accelerator.device
     config = resolve(config, splits.train, device.type)
     _check_batch(config, accelerator)
@@ -166,9 +154,7 @@ def fit(session: Session, hooks: Hooks | None = None) -> MAE:
         if main:
             session.config.save(session.run / "config.yaml")
             ckpt.write_text(session.run / "environment.json", json.dumps(environment(), indent=1))
-        numbers = {
-            k: v for k, v in session.config.settings().items() if isinstance(v, int | float | str | bool)
-        }
+        numbers = {k: v for k, v in session.config.settings().items() if isinstance(v, int | float | str | bool)}
         session.accelerator.init_trackers("residua", config=numbers)
         if session.config.machine.resume:
             loop.resume()
@@ -185,9 +171,7 @@ def estimate(session: Session, steps: int = 3) -> dict[str, float]:
     model, device = session.model, session.accelerator.device
     side = session.preprocessing.img_size
     example = torch.zeros(1, session.splits.train.channels, *side), torch.rand(1, model.num_patches)
-    micro = min(
-        session.config.machine.micro_batch or session.settings.batch_size, session.settings.batch_size
-    )
+    micro = min(session.config.machine.micro_batch or session.settings.batch_size, session.settings.batch_size)
     weights = 16 * count_parameters(model)  # float32 weight, gradient and two moments
     half = 0.5 if session.settings.precision == "bf16" else 1.0
     kept = half * micro * activation_bytes(model, *example)
@@ -201,14 +185,25 @@ def estimate(session: Session, steps: int = 3) -> dict[str, float]:
     return {"memory_gib": memory / 2**30, "seconds": min(times) * session.settings.steps}
 
 
+def _trackers(config: Pretrain) -> list[str]:
+    """The trackers asked for, or an error for one that is not installed."""
+    from accelerate.tracking import get_available_trackers
+
+    there = [str(name.value) for name in get_available_trackers()]
+    for name in config.machine.trackers:
+        if name not in there:
+            raise ValueError(
+                f"tracker {name!r} is unknown or not installed here; there are {', '.join(there) or 'none'}"
+            )
+    return [] if config.machine.dry_run else list(config.machine.trackers)
+
+
 def _check_batch(config: Pretrain, accelerator: Accelerator) -> None:
     batch = config.optim.batch_size
     assert isinstance(batch, int)
     if batch % accelerator.num_processes:
         world = accelerator.num_processes
-        raise ValueError(
-            f"batch size {batch} cannot be shared by {world} processes: use a multiple of {world}"
-        )
+        raise ValueError(f"batch size {batch} cannot be shared by {world} processes: use a multiple of {world}")
 
 
 def _run_folder(config: Pretrain, accelerator: Accelerator) -> Path:
@@ -216,23 +211,17 @@ def _run_folder(config: Pretrain, accelerator: Accelerator) -> Path:
     chosen: list[str | None] = [None]
     if accelerator.is_main_process:
         given = config.machine.out
-        base = (
-            Path(given).expanduser() if given else Path("runs") / f"{date.today()}-{_slug(config.data.data)}"
-        )
+        base = Path(given).expanduser() if given else Path("runs") / f"{date.today()}-{_slug(config.data.data)}"
         path, number = base, 2
         while not config.machine.resume and (path / "config.yaml").exists():
             if given:
-                raise ValueError(
-                    f"{path} holds a run already: add --resume to continue it, or choose another --out"
-                )
+                raise ValueError(f"{path} holds a run already: add --resume to continue it, or choose another --out")
             path, number = base.with_name(f"{base.name}-{number}"), number + 1
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             ckpt.write_text(path / "environment.json", "{}")
         except OSError as error:
-            raise ValueError(
-                f"cannot write to the run folder {path}: {error}; choose another with --out"
-            ) from error
+            raise ValueError(f"cannot write to the run folder {path}: {error}; choose another with --out") from error
         chosen = [str(path)]
     if accelerator.num_processes > 1:
         broadcast_object_list(chosen)
@@ -259,9 +248,7 @@ def _resumed(given: Pretrain) -> Pretrain:
     images = round(before["steps"] * before["batch_size"] / before["epochs"])
     came_to = {
         "batch_size": lambda batch: min(batch, images),
-        "epochs": lambda epochs: (
-            math.ceil(epochs * images / before["batch_size"]) * before["batch_size"] / images
-        ),
+        "epochs": lambda epochs: math.ceil(epochs * images / before["batch_size"]) * before["batch_size"] / images,
     }
     for name, value in now.items():
         if name in orchestration or value in (fresh[name], before[name]):

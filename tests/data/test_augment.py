@@ -36,9 +36,7 @@ def test_resample_equals_torchvision(interpolation, out_size):
     pixels = pictures(len(BOXES))
     ours = resample(pixels.float() / 255, torch.tensor(BOXES), out_size, interpolation=interpolation)
     for image, box, mine in zip(pixels, BOXES, ours):
-        theirs = TF.resized_crop(
-            image.float() / 255, *box, list(out_size), MODES[interpolation], antialias=True
-        )
+        theirs = TF.resized_crop(image.float() / 255, *box, list(out_size), MODES[interpolation], antialias=True)
         torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=0)
 
 
@@ -144,15 +142,11 @@ def test_train_view_is_crop_flip_normalise_of_torchvision():
     pixels = pictures(16)
     batch = batch_of(pixels)
     view = train_view(batch, 24, (0.5,) * 3, (0.25,) * 3, seed=5, epoch=1, scale=(0.3, 1.0))
-    boxes = random_resized_crop_boxes(
-        rng.uniform(5, 1, batch.index, CROP_LANES, "crop"), batch.sizes, (0.3, 1.0)
-    )
+    boxes = random_resized_crop_boxes(rng.uniform(5, 1, batch.index, CROP_LANES, "crop"), batch.sizes, (0.3, 1.0))
     flips = rng.uniform(5, 1, batch.index, 1, "flip")[:, 0] < 0.5
     assert 0 < flips.sum() < 16
     for image, box, flip, mine in zip(pixels, boxes.long().tolist(), flips, view):
-        crop = TF.resized_crop(image.float() / 255, *box, [24, 24], MODES["bicubic"], antialias=True).clamp(
-            0, 1
-        )
+        crop = TF.resized_crop(image.float() / 255, *box, [24, 24], MODES["bicubic"], antialias=True).clamp(0, 1)
         theirs = TF.normalize(TF.hflip(crop) if flip else crop, (0.5,) * 3, (0.25,) * 3)
         torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=0)
 

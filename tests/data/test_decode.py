@@ -19,9 +19,7 @@ def saved(image: Image.Image, format: str, **options) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("format", "options"), [("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {}), ("BMP", {})]
-)
+@pytest.mark.parametrize(("format", "options"), [("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {}), ("BMP", {})])
 def test_lossless_formats_return_the_pixels(format, options):
     data = saved(Image.fromarray(COLOUR), format, **options)
     assert decode.header(data, "x") == (12, 20, 3, "uint8")

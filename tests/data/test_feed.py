@@ -48,9 +48,7 @@ def test_pixels_are_the_images(photos):
     batch = next(Feed(source, "cpu", img_size=16).iterate([torch.tensor([4, 5])]))
     assert batch.pixels.dtype == torch.uint8
     assert batch.sizes.tolist() == [[20, 26], [32, 46]]  # the large one is shrunk: 2 x img_size
-    assert torch.equal(
-        batch.pixels[0, :, :20, :26], torch.from_numpy(source.read(4).transpose(2, 0, 1).copy())
-    )
+    assert torch.equal(batch.pixels[0, :, :20, :26], torch.from_numpy(source.read(4).transpose(2, 0, 1).copy()))
 
 
 def test_abandoned_pass_leaves_no_trace(photos):
@@ -105,9 +103,7 @@ def test_resident_feed_leaves_bad_images_out(photos):
 
 def test_streaming_feed_puts_the_next_image_in_place(photos):
     spoil(photos, 3, 4, 11)
-    ours = Feed(
-        load(f"folder:{photos}").train, "cpu", img_size=16, resident=False, workers=1, on_bad_image="skip"
-    )
+    ours = Feed(load(f"folder:{photos}").train, "cpu", img_size=16, resident=False, workers=1, on_bad_image="skip")
     for _ in range(2):
         batch = next(ours.iterate([torch.tensor([2, 3, 4, 11])]))
         assert batch.index.tolist() == [2, 5, 5, 0]
@@ -120,18 +116,12 @@ def test_nothing_readable(photos):
     spoil(photos, *range(12))
     for resident in (True, False):
         with pytest.raises(DataError, match="none of its 12"):
-            list(
-                Feed(source, "cpu", img_size=16, resident=resident, workers=0, on_bad_image="skip").iterate(
-                    BATCHES
-                )
-            )
+            list(Feed(source, "cpu", img_size=16, resident=resident, workers=0, on_bad_image="skip").iterate(BATCHES))
 
 
 def test_sixteen_bit_images_are_floats():
     images = RNG.integers(0, 65536, (5, 8, 8, 1), dtype=np.uint16)
-    batch = next(
-        Feed(ArraySource("x", "train", images, None, None), "cpu", img_size=8).iterate([torch.arange(5)])
-    )
+    batch = next(Feed(ArraySource("x", "train", images, None, None), "cpu", img_size=8).iterate([torch.arange(5)]))
     torch.testing.assert_close(batch.pixels[:, 0], torch.from_numpy(images[..., 0] / 65535).float())
 
 

@@ -147,9 +147,7 @@ def test_fingerprint_follows_the_rows(hub_folder):
 def test_images_outside_the_file_are_found_beside_it(tmp_path):
     image = noise(1)[0]
     (tmp_path / "a.png").write_bytes(png(image))
-    pq.write_table(
-        pa.table({"image": pa.array([{"bytes": None, "path": "a.png"}], _IMAGE)}), tmp_path / "t.parquet"
-    )
+    pq.write_table(pa.table({"image": pa.array([{"bytes": None, "path": "a.png"}], _IMAGE)}), tmp_path / "t.parquet")
     assert np.array_equal(load(f"parquet:{tmp_path}/t.parquet").train.read(0), image)
 
 

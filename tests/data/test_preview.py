@@ -15,8 +15,7 @@ def test_grid_shows_the_images(tmp_path):
 def test_augmented_shows_something_else_of_the_same_size(tmp_path):
     splits = load("shapes?n=9")
     plain, crops = (
-        np.asarray(Image.open(preview(splits, tmp_path / "a.png", n=9, augmented=flag)))
-        for flag in (False, True)
+        np.asarray(Image.open(preview(splits, tmp_path / "a.png", n=9, augmented=flag))) for flag in (False, True)
     )
     assert plain.shape == crops.shape
     assert not np.array_equal(plain, crops)

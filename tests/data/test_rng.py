@@ -56,9 +56,7 @@ def test_independent_of_neighbouring_lanes_indices_epochs_seeds_and_streams():
         rng.uniform(0, 0, index, 1, "flip")[:, 0],
     ]
     for other in others:
-        cells = stats.contingency.crosstab(
-            (base[:, 0] * 16).long().numpy(), (other * 16).long().numpy()
-        ).count
+        cells = stats.contingency.crosstab((base[:, 0] * 16).long().numpy(), (other * 16).long().numpy()).count
         assert stats.chi2_contingency(cells).pvalue > 1e-4
 
 
@@ -71,6 +69,4 @@ def test_large_and_negative_seeds_are_fine():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_draws_the_same_numbers():
     index = torch.arange(1000) * 7919
-    assert torch.equal(
-        rng.uniform(4, 9, index.cuda(), 22, "crop").cpu(), rng.uniform(4, 9, index, 22, "crop")
-    )
+    assert torch.equal(rng.uniform(4, 9, index.cuda(), 22, "crop").cpu(), rng.uniform(4, 9, index, 22, "crop"))
