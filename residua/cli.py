@@ -188,7 +188,8 @@ def evaluate(args: list[str]) -> None:
     report = evaluate(
         model, splits, knn=o.knn, probe=None if o.probe == "none" else o.probe, rank=o.rank, layers=_layers(o.layers),
         readout=o.readout, k=o.k, temperature=o.temperature, img_size=o.img_size, batch_size=o.batch_size,
-        limit=o.limit, seed=o.seed, baselines=o.baselines, on_bad_image=o.on_bad_image, device=o.device, accelerator=accelerator,
+        limit=o.limit, seed=o.seed, baselines=o.baselines, on_bad_image=o.on_bad_image, device=o.device,
+        accelerator=accelerator,
     )  # fmt: skip
     if accelerator is not None and not accelerator.is_main_process:
         return
