@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test lint types unit format wheel clean
 

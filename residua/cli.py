@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from residua.data import Splits
     from residua.train import Session
 
+# Threads that spin while they wait slow each other down a hundredfold where another program wants the cores too.
+# Read when torch is imported, which happens inside the commands.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 console = Console(highlight=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 

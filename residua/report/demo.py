@@ -28,9 +28,9 @@ ALPHAS = {FADING: 0.9, PLAIN: 1.0}
 
 SETTINGS: dict[str, Any] = {
     "data": "shapes?n=4096&test=1024",
-    "size": "nano", "embed_dim": 64, "depth": 6, "num_heads": 2,
-    "decoder_embed_dim": 32, "decoder_depth": 3, "decoder_num_heads": 1,
-    "batch_size": 64, "steps": 800, "lr": 2e-3,
+    "size": "nano", "embed_dim": 64, "depth": 4, "num_heads": 2,
+    "decoder_embed_dim": 32, "decoder_depth": 2, "decoder_num_heads": 1,
+    "batch_size": 64, "steps": 1200, "lr": 2e-3,
     "cpu": True, "precision": "fp32", "compile": False, "trackers": (), "keep": 1,
 }  # fmt: skip
 QUICK: dict[str, Any] = {
