@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "alphas", "create_model", "data", "evaluate", "fade", "load", "nn", "recipes", "report", "stream", "train", "unfade",
+    "alphas", "create_model", "data", "evaluate", "fade", "load", "nn", "recipes", "report", "stream", "train",
+    "unfade",
 ]  # fmt: skip
 _HOME = {name: "residua.nn" for name in ("alphas", "create_model", "fade", "stream", "unfade")}
 _HOME["load"] = "residua.train.checkpoint"

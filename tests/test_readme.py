@@ -81,7 +81,7 @@ def test_readme_runs_from_top_to_bottom(workdir, monkeypatch, capsys):
     scope: dict = {}
     for snippet in blocks("python"):
         exec(compile(snippet, "README.md", "exec"), scope)
-    assert scope["feats"].test.last.shape[0] == 355
+    assert scope["feats"].test.last.shape[0] == 1024
     assert scope["taps"]["blocks.3.attn"].ndim == 3
 
 
