@@ -335,7 +335,7 @@ def demo(args: list[str]) -> None:
     from residua.report.demo import demo
 
     o = tyro.cli(DemoOptions, args=args, prog="residua demo")
-    page, table = demo(Path(o.out).expanduser(), quick=o.quick, on_message=_note)
+    page, table = demo(Path(o.out).expanduser(), quick=o.quick, on_message=_say, on_record=_every_fifth)
     console.print(table)
     _show(page, o.open)
 
@@ -436,6 +436,13 @@ def _data_of(model: str) -> str:
     raise ValueError(f"{model} does not say which images to use: add --data")
 
 
+def _every_fifth(record: dict[str, Any]) -> None:
+    """A line for each fifth of a demo's run."""
+    if record["step"] % max(1, record["steps"] // 5) == 0:
+        text = f"step {record['step']:,}/{record['steps']:,}  loss {record['loss']:.4f}"
+        _say(f"  {record['run']:8} {text}  {record['images_per_s']:,.0f} img/s")
+
+
 def _existing(path: str) -> Path:
     file = Path(path).expanduser()
     if not file.exists():
@@ -460,6 +467,10 @@ def _decoding(done: int, total: int) -> None:
 
 def _note(text: str) -> None:
     console.print(f"[yellow]note[/]     {escape(text)}")
+
+
+def _say(text: str) -> None:
+    console.print(text, markup=False)
 
 
 def _fail(text: str, status: int = 2) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from .neighbors import Neighbors
 
 MODEL, RANDOM, PIXELS = "model", "random init", "pixels"
+NOTHING = "–"
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,20 @@ class Score:
     value: float
     unit: str
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """With what it depends on: `kNN (k 20, T 0.07)`, `linear probe (lbfgs)`, `entropy rank`."""
+        s = self.settings
+        if self.metric == "kNN":
+            return f"kNN (k {s['k']}, T {s['T']:g})"
+        return f"{self.metric} ({s['protocol']})" if "protocol" in s else self.metric
+
+    def __str__(self) -> str:
+        """As it stands in a table."""
+        if math.isnan(self.value):
+            return NOTHING
+        return f"{self.value:.{2 if self.unit == 'nats' else 1}f} {self.unit}".strip()
 
 
 @dataclass
@@ -50,6 +65,8 @@ class Report:
     neighbor_ids: list[str] = field(default_factory=list)
     neighbor_index: Tensor | None = None
     """Rows of the neighbours' features -> names and numbers of the images in their source."""
+    named_neighbors: list[dict[str, Any]] = field(default_factory=list)
+    """The neighbours by name; all that a stored report keeps of them."""
 
     def value(self, metric: str, subject: str = MODEL, layer: int | None = None, **settings: Any) -> float:
         """One number: `value("entropy rank")`, `value("kNN", "pixels", k=10)`.
@@ -71,7 +88,7 @@ class Report:
         images = f"{self.n_train:,} train and {self.n_test:,} test images ({self.test})"
         title = f"{self.data}, {size} px, read-out {self.readout}\n{images}"
         table = Table(title=title, caption=self._caption(), title_justify="left", caption_justify="left")
-        names = list(dict.fromkeys(_name(s) for s in self.scores if s.subject == MODEL))
+        names = list(dict.fromkeys(s.name for s in self.scores if s.subject == MODEL))
         for heading in ("", *names):
             table.add_column(heading, justify="right" if heading else "left")
         several = len(self.layers) > 1
@@ -81,9 +98,9 @@ class Report:
             last = self.layers[-1]
             rows += [(f"{RANDOM}, {last}" if several else RANDOM, RANDOM, last), (PIXELS, PIXELS, -1)]
         for label, subject, layer in rows:
-            cells = {_name(s): _show(s.value, s.unit) for s in self.scores if (s.subject, s.layer) == (subject, layer)}
+            cells = {s.name: str(s) for s in self.scores if (s.subject, s.layer) == (subject, layer)}
             table.add_row(
-                label, *(cells.get(name, "-") for name in names), end_section=label == rows[len(self.layers) - 1][0]
+                label, *(cells.get(name, NOTHING) for name in names), end_section=label == rows[len(self.layers) - 1][0]
             )
         return table
 
@@ -107,8 +124,15 @@ class Report:
         skip = {"scores", "neighbors", "neighbor_ids", "neighbor_index"}
         plain = {name: value for name, value in vars(self).items() if name not in skip}
         plain["scores"] = [vars(score) for score in self.scores]
-        plain["neighbors"] = self._named_neighbors()
+        plain["named_neighbors"] = self.named_neighbors or self._name_neighbors()
         return plain
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Report:
+        """The reverse of `to_dict`; neighbours keep their names and lose their tensors."""
+        scores = [Score(**{**s, "value": math.nan if s["value"] is None else s["value"]}) for s in values["scores"]]
+        height, width = values["img_size"]
+        return cls(**{**values, "scores": scores, "img_size": (height, width)})
 
     def to_json(self) -> str:
         return json.dumps(_finite(self.to_dict()), indent=2)
@@ -122,7 +146,7 @@ class Report:
         os.replace(part, path)
         return path
 
-    def _named_neighbors(self) -> list[dict[str, Any]]:
+    def _name_neighbors(self) -> list[dict[str, Any]]:
         if self.neighbors is None:
             return []
         n, name = self.neighbors, self.neighbor_ids
@@ -130,17 +154,6 @@ class Report:
             {"query": name[q], "neighbors": [name[i] for i in row], "similarity": similarity}
             for q, row, similarity in zip(n.queries.tolist(), n.indices.tolist(), n.similarity.tolist())
         ]
-
-
-def _show(value: float, unit: str) -> str:
-    return f"{value:.2f} {unit}".strip() if unit == "nats" else f"{value:.1f} {unit}".strip()
-
-
-def _name(score: Score) -> str:
-    s = score.settings
-    if score.metric == "kNN":
-        return f"kNN (k {s['k']}, T {s['T']:g})"
-    return f"linear probe ({s['protocol']})" if score.metric == "linear probe" else score.metric
 
 
 def _finite(value: Any) -> Any:

@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from residua.evaluate import Report, Score
-from residua.evaluate.report import MODEL
+from residua.evaluate.report import MODEL, NOTHING
 from residua.nn import MAE, stream
 from residua.report import figures
 from residua.report.page import Page
 from residua.report.run import depth_figures, load_data, load_model, look, settings_text
-from residua.report.runs import NOTHING, NotARun, Run, headline, protocol, read_runs, score_name, show
+from residua.report.runs import NotARun, Run, headline, protocol, read_runs, show
 
 _Key = tuple[object, ...]
 _NOT_SETTINGS = {"out", "resume", "dry_run"}  # where a run went and how it was called, not what it is
@@ -168,7 +168,7 @@ def _all_numbers(page: Page, runs: Sequence[Run]) -> None:
     table: dict[tuple[str, int, str], dict[str, Score]] = {}
     for run in runs:
         for score in run.evaluation.scores if run.evaluation else []:
-            table.setdefault((score_name(score), score.layer, score.subject), {})[run.name] = score
+            table.setdefault((score.name, score.layer, score.subject), {})[run.name] = score
     if not table:
         return
     page.heading("Every number")

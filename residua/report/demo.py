@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,16 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 from residua.data import Splits
-from residua.evaluate import Report, evaluate
+from residua.data import load as load_data
+from residua.evaluate import Report
 from residua.evaluate.report import MODEL, PIXELS, RANDOM
 from residua.nn import MAE, stream
 from residua.report import figures
 from residua.report.page import Page
 from residua.report.run import depth_figures, look, neighbors
 from residua.report.runs import headline, protocol, show
+from residua.train.checkpoint import load
 from residua.train.config import Pretrain
-from residua.train.loop import Hooks, read_metrics
-from residua.train.pretrain import fit, prepare
+from residua.train.loop import read_metrics
 
 FADING, PLAIN = "fading", "plain"
 ALPHAS = {FADING: 0.9, PLAIN: 1.0}
@@ -30,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "data": "shapes?n=4096&test=1024",
     "size": "nano", "embed_dim": 64, "depth": 4, "num_heads": 2,
     "decoder_embed_dim": 32, "decoder_depth": 2, "decoder_num_heads": 1,
-    "batch_size": 64, "steps": 1000, "lr": 2e-3,
+    "batch_size": 64, "steps": 1500, "lr": 2e-3,
     "cpu": True, "precision": "fp32", "compile": False, "trackers": (), "keep": 1,
 }  # fmt: skip
 QUICK: dict[str, Any] = {
@@ -50,47 +55,76 @@ def demo(
 ) -> tuple[Path, Table]:
     """Pretrain with and without decay on `shapes`, evaluate both, write OUT/report.html: it and a table.
 
-    Two run folders are left in OUT, `fading` and `plain`; those of an earlier demo are replaced. Under three
-    minutes on two CPU cores; `quick` takes seconds and shows the way, not the numbers. Records carry the name
-    of their `run` and its number of `steps`.
+    Both run side by side as `residua pretrain`, one thread each. Two run folders are left in OUT, `fading` and
+    `plain`; those of an earlier demo are replaced. Under three minutes on two CPU cores; `quick` takes seconds
+    and shows the way, not the numbers. Records carry the name of their `run` and its number of `steps`.
 
     >>> page, table = demo(Path("demo"))
     """
     started = time.perf_counter()
     out = Path(out).expanduser()
-    trained: Trained = {}
+    settings = SETTINGS | (QUICK if quick else {})
+    on_message(f"pretraining two autoencoders for {settings['steps']:,} steps each, then measuring every block:")
     for name, alpha_min in ALPHAS.items():
-        config = Pretrain().override(**SETTINGS | (QUICK if quick else {}), alpha_min=alpha_min, out=str(out / name))
-        model, splits, report = _train(config, name, on_message, on_record)
-        trained[name] = model, report
+        on_message(f"  {name:8} alpha_min {alpha_min}")
+    children = {name: _start(out / name, settings | {"alpha_min": alpha}) for name, alpha in ALPHAS.items()}
+    try:
+        _watch(out, children, settings["steps"], on_record)
+    finally:
+        for child in children.values():
+            child.kill()
     on_message("drawing the page")
+    trained = {name: (_autoencoder(out / name), _evaluation(out / name)) for name in ALPHAS}
+    splits = load_data(settings["data"])
     evaluations = {name: report for name, (_, report) in trained.items()}
     path = _page(out, trained, splits, time.perf_counter() - started, quick).save(out / "report.html")
     return path, _table(evaluations)
 
 
-def _train(
-    config: Pretrain,
-    name: str,
-    on_message: Callable[[str], None],
-    on_record: Callable[[dict[str, Any]], None],
-) -> tuple[MAE, Splits, Report]:
-    """One run, trained and evaluated."""
-    run = Path(str(config.machine.out))
+def _start(run: Path, settings: dict[str, Any]) -> subprocess.Popen[str]:
+    """`residua pretrain` as a process of its own, into an empty folder."""
     if (run / "config.yaml").exists():
         shutil.rmtree(run)
-    session = prepare(config.override(checkpoint_every=config.optim.steps))
-    if name == FADING:
-        for heading, text in session.lines()[:-1]:
-            on_message(f"{heading:8} {text}")
-    steps = session.settings.steps
-    on_message(f"{name}: pretraining, alpha_min {config.shortcut.alpha_min}, {steps:,} steps")
-    hooks = Hooks(on_record=lambda r: on_record({"run": name, "steps": steps, **r}), on_message=on_message)
-    model = fit(session, hooks)
-    on_message(f"{name}: measuring every block against {RANDOM} and {PIXELS}")
-    report = evaluate(model, session.splits, probe="lbfgs", layers="all")
-    report.save(run / "evaluation.json")
-    return model, session.splits, report
+    run.mkdir(parents=True, exist_ok=True)
+    config = Pretrain().override(**settings, checkpoint_every=settings["steps"])
+    config.save(run / "settings.yaml")
+    call = [sys.executable, "-m", "residua.cli", "pretrain", str(run / "settings.yaml"), "--out", str(run)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(call, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def _watch(
+    out: Path,
+    children: dict[str, subprocess.Popen[str]],
+    steps: int,
+    on_record: Callable[[dict[str, Any]], None],
+) -> None:
+    """Hand on the records of both runs until both have ended."""
+    seen = dict.fromkeys(children, 0)
+    while True:
+        running = [child for child in children.values() if child.poll() is None]
+        for name in children:
+            records = read_metrics(out / name)
+            for record in records[seen[name] :]:
+                on_record({"run": name, "steps": steps, **record})
+            seen[name] = len(records)
+        for name, child in children.items():
+            if child.poll():
+                said = child.stderr.read() if child.stderr else ""
+                raise RuntimeError(f"the run {name} failed: {said.strip() or f'exit status {child.returncode}'}")
+        if not running:
+            return
+        time.sleep(0.5)
+
+
+def _autoencoder(run: Path) -> MAE:
+    model = load(run)
+    assert isinstance(model, MAE)
+    return model
+
+
+def _evaluation(run: Path) -> Report:
+    return Report.from_dict(json.loads((run / "evaluation.json").read_text()))
 
 
 # ---------------------------------------------------------------- what is shown

@@ -76,7 +76,7 @@ def principal_rgb(tokens: Tensor) -> np.ndarray:
 
 def neighbor_pictures(evaluation: Report, splits: Splits) -> np.ndarray | None:
     """(Q, 1 + k, h, w, 3) of an evaluation's neighbours, looked up by name; None where there are none."""
-    named: list[dict[str, Any]] = evaluation.to_dict()["neighbors"]
+    named: list[dict[str, Any]] = evaluation.to_dict()["named_neighbors"]
     if not named:
         return None
     names = {name for row in named for name in (row["query"], *row["neighbors"])}

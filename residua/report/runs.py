@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from residua.evaluate import Report, Score
-from residua.evaluate.report import MODEL, PIXELS, RANDOM
+from residua.evaluate.report import MODEL, NOTHING, PIXELS, RANDOM
 from residua.train.config import Pretrain
 from residua.train.loop import read_metrics
 
 SUBJECTS = (MODEL, RANDOM, PIXELS)
-NOTHING = "–"
 
 
 class NotARun(ValueError):
@@ -45,7 +44,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
         config = Pretrain.read(path / "config.yaml")
         environment = _json(path / "environment.json")
         scores = _json(path / "evaluation.json")
-        evaluation = report_from_dict(scores) if scores else None
+        evaluation = Report.from_dict(scores) if scores else None
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise NotARun(f"the run {path} cannot be read: {error}") from error
     return Run(name or path.resolve().name, path, config, read_metrics(path), environment, evaluation)
@@ -58,55 +57,21 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     return [read_run(folder, name) for folder, name in zip(folders, names)]
 
 
-def report_from_dict(values: dict[str, Any]) -> Report:
-    """The reverse of `evaluate.Report.to_dict`; neighbours keep their names and lose their tensors."""
-    known = {f.name for f in fields(Report)} - {"scores", "neighbors", "neighbor_ids", "neighbor_index"}
-    report = _StoredReport(**{name: values[name] for name in known if name in values})
-    report.img_size = (values["img_size"][0], values["img_size"][1])
-    for score in values.get("scores", []):
-        number = float("nan") if score["value"] is None else float(score["value"])
-        report.scores.append(Score(**{**score, "value": number}))
-    report.named_neighbors = values.get("neighbors") or []
-    return report
-
-
-@dataclass
-class _StoredReport(Report):
-    """A report read from disk."""
-
-    named_neighbors: list[dict[str, Any]] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        plain = super().to_dict()
-        return plain | {"neighbors": plain.pop("named_neighbors")}
-
-
 # ---------------------------------------------------------------- scores in words
-
-
-def score_name(score: Score) -> str:
-    """`kNN (k 20, T 0.07)`, `linear probe (lbfgs)`, `entropy rank`."""
-    s = score.settings
-    if score.metric == "kNN":
-        return f"kNN (k {s['k']}, T {s['T']:g})"
-    return f"{score.metric} ({s['protocol']})" if "protocol" in s else score.metric
 
 
 def show(score: Score | None) -> str:
     """A score as it stands in a table."""
-    if score is None or score.value != score.value:
-        return NOTHING
-    digits = 2 if score.unit == "nats" else 1
-    return f"{score.value:.{digits}f} {score.unit}".strip()
+    return NOTHING if score is None else str(score)
 
 
 def headline(report: Report) -> dict[str, dict[str, Score]]:
     """The scores to quote, name -> subject -> score: of the last layer, for the probe of the one it chose."""
     found: dict[str, dict[str, Score]] = {}
     for score in report.scores:
-        best = found.setdefault(score_name(score), {}).get(score.subject)
+        best = found.setdefault(score.name, {}).get(score.subject)
         if best is None or _rank(score) > _rank(best):
-            found[score_name(score)][score.subject] = score
+            found[score.name][score.subject] = score
     return found
 
 

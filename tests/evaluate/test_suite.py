@@ -65,7 +65,7 @@ def test_without_labels_there_are_ranks_and_neighbours(vit: ViT, noise: Splits) 
     report = evaluate(vit, Splits("noise", noise.train), neighbors=3)
     assert {s.metric for s in report.scores} == {"entropy rank", "RankMe"}
     assert (report.n_train, report.n_test, report.test) == (50, 0, "none")
-    stored = json.loads(report.to_json())["neighbors"]
+    stored = json.loads(report.to_json())["named_neighbors"]
     assert len(stored) == 3
     assert all(len(row["neighbors"]) == 3 and row["query"] not in row["neighbors"] for row in stored)
 

@@ -1,10 +1,11 @@
 """The demo, in its quick version."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -49,15 +50,20 @@ def test_an_earlier_demo_is_replaced_and_other_files_are_kept(tmp_path: Path, mo
         (tmp_path / kept).write_text("mine")
     (tmp_path / "fading").mkdir()
     (tmp_path / "fading/config.yaml").write_text("data: shapes")
-
-    def stop(_: Pretrain) -> NoReturn:
-        raise InterruptedError
-
-    monkeypatch.setattr(sys.modules["residua.report.demo"], "prepare", stop)
-    with pytest.raises(InterruptedError):
+    (tmp_path / "fading/old.txt").write_text("old")
+    # the runs themselves end at once
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))
+    with pytest.raises(ValueError, match="holds no run"):
         demo(tmp_path, quick=True)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {"mine.txt", "other/config.yaml", "plain/mine.txt"}
+    fresh = {"fading/settings.yaml", "plain/settings.yaml"}
+    assert left == {"mine.txt", "other/config.yaml", "plain/mine.txt"} | fresh
+
+
+def test_a_run_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(RuntimeError, match="the run fading failed"):
+        demo(tmp_path, quick=True)
 
 
 def test_settings_are_settings() -> None:

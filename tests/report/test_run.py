@@ -97,6 +97,6 @@ def test_neighbours_are_found_by_name(quick_demo: Any) -> None:
     assert splits.test is not None
     found = neighbor_pictures(report, splits)
     assert found is not None
-    row = report.to_dict()["neighbors"][0]
+    row = report.to_dict()["named_neighbors"][0]
     number = int(row["neighbors"][0].split("/")[-1])
     np.testing.assert_allclose(found[0, 1], splits.test.read(number) / 255, atol=1e-6)
