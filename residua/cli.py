@@ -157,8 +157,8 @@ class EvaluateOptions:
     """Neighbours that vote."""
     temperature: float = 0.07
     """Of the votes."""
-    img_size: int | None = None
-    """Another image size; positions are interpolated."""
+    img_size: tuple[int, ...] = ()
+    """Another image size, SIDE or HEIGHT WIDTH; positions are interpolated."""
     batch_size: int = 256
     """Images at once."""
     limit: int | None = None
@@ -191,7 +191,7 @@ def evaluate(args: list[str]) -> None:
         accelerator = Accelerator(cpu=o.device == "cpu")
     report = evaluate(
         model, splits, knn=o.knn, probe=None if o.probe == "none" else o.probe, rank=o.rank, layers=_layers(o.layers),
-        readout=o.readout, k=o.k, temperature=o.temperature, img_size=o.img_size, batch_size=o.batch_size,
+        readout=o.readout, k=o.k, temperature=o.temperature, img_size=_img_size(o.img_size), batch_size=o.batch_size,
         limit=o.limit, seed=o.seed, baselines=o.baselines, on_bad_image=o.on_bad_image, device=o.device,
         accelerator=accelerator,
     )  # fmt: skip
@@ -219,8 +219,8 @@ class EmbedOptions:
     """last, all, or block numbers."""
     readout: Literal["tokens", "patches", "cls"] = "tokens"
     """tokens: mean of all tokens; patches: mean of patches; cls: the class token."""
-    img_size: int | None = None
-    """Another image size; positions are interpolated."""
+    img_size: tuple[int, ...] = ()
+    """Another image size, SIDE or HEIGHT WIDTH; positions are interpolated."""
     batch_size: int = 256
     """Images at once."""
     on_bad_image: Literal["error", "skip"] = "error"
@@ -235,8 +235,8 @@ def embed(args: list[str]) -> None:
 
     o = tyro.cli(EmbedOptions, args=args, prog="residua embed")
     path = residua.evaluate.embed(
-        residua.load(o.model), o.data, o.out, layers=_layers(o.layers), readout=o.readout, img_size=o.img_size,
-        batch_size=o.batch_size, on_bad_image=o.on_bad_image, device=o.device,
+        residua.load(o.model), o.data, o.out, layers=_layers(o.layers), readout=o.readout,
+        img_size=_img_size(o.img_size), batch_size=o.batch_size, on_bad_image=o.on_bad_image, device=o.device,
     )  # fmt: skip
     console.print(f"written: {path}", markup=False)
 
@@ -424,6 +424,12 @@ def _layers(given: tuple[str, ...]) -> Any:
         return [int(item) for item in given]
     except ValueError:
         raise ValueError(f"--layers {' '.join(given)}: give last, all, or block numbers") from None
+
+
+def _img_size(given: tuple[int, ...]) -> tuple[int, int] | None:
+    if len(given) > 2:
+        raise ValueError(f"--img-size {' '.join(map(str, given))}: give a side, or height and width")
+    return (given[0], given[-1]) if given else None
 
 
 def _data_of(model: str) -> str:

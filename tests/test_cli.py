@@ -95,10 +95,10 @@ def test_settings_file(tmp_path, capsys):
 
 def test_evaluate_at_another_size_writes_json(run, tmp_path):
     out = tmp_path / "scores.json"
-    args = ["--img-size", "24", "--probe", "lbfgs", "--k", "5", "10", "--layers", "0", "1", "--out", str(out)]
+    args = ["--img-size", "24", "16", "--probe", "lbfgs", "--k", "5", "10", "--layers", "0", "1", "--out", str(out)]
     assert cli.main(["evaluate", str(run), *args]) == 0
     scores = json.loads(out.read_text())
-    assert scores["img_size"] == [24, 24]
+    assert scores["img_size"] == [24, 16]
     assert {s["settings"]["k"] for s in scores["scores"] if s["metric"] == "kNN"} == {5, 10}
     assert {s["subject"] for s in scores["scores"]} == {"model", "random init", "pixels"}
 
