@@ -335,7 +335,7 @@ def demo(args: list[str]) -> None:
     from residua.report.demo import demo
 
     o = tyro.cli(DemoOptions, args=args, prog="residua demo")
-    page, table = demo(Path(o.out).expanduser(), quick=o.quick, on_message=_say, on_record=_every_fifth)
+    page, table = demo(Path(o.out).expanduser(), quick=o.quick, on_message=_say, on_record=_fifths())
     console.print(table)
     _show(page, o.open)
 
@@ -442,11 +442,18 @@ def _data_of(model: str) -> str:
     raise ValueError(f"{model} does not say which images to use: add --data")
 
 
-def _every_fifth(record: dict[str, Any]) -> None:
-    """A line for each fifth of a demo's run."""
-    if record["step"] % max(1, record["steps"] // 5) == 0:
-        text = f"step {record['step']:,}/{record['steps']:,}  loss {record['loss']:.4f}"
-        _say(f"  {record['run']:8} {text}  {record['images_per_s']:,.0f} img/s")
+def _fifths() -> Callable[[dict[str, Any]], None]:
+    """Prints a line for each fifth of a demo's run."""
+    told: dict[str, int] = {}
+
+    def record(r: dict[str, Any]) -> None:
+        fifth = 5 * r["step"] // r["steps"]
+        if fifth > told.get(r["run"], 0):
+            told[r["run"]] = fifth
+            rate = f"{r['images_per_s']:,.0f} img/s"
+            _say(f"  {r['run']:8} step {r['step']:,}/{r['steps']:,}  loss {r['loss']:.4f}  {rate}")
+
+    return record
 
 
 def _existing(path: str) -> Path:

@@ -88,7 +88,7 @@ def kill_at_random(config: Pretrain, run: Path, chance: random.Random, last: int
     """Start or continue the run, let it come some way, kill it; the step it had saved, or None if it came through."""
     done = checkpoints(run)
     reached = int(done[-1].name[5:]) if done else 0
-    goal = chance.randint(reached, last)
+    goal = chance.randint(reached, max(reached, last))
     process = start(train, config)
     deadline = time.monotonic() + 60
     while process.is_alive() and time.monotonic() < deadline:
