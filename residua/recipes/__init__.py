@@ -36,8 +36,8 @@ RECIPES = {
             "mae-shapes",
             "ViT-nano on the embedded, procedural shapes; for a first look and for machines without a GPU",
             {"data": "shapes", "size": "nano", "batch_size": 64, "lr": 1e-3, "epochs": 30, "alpha_min": 0.9},
-            "__COST_SHAPES__",
-            "__EXPECT_SHAPES__",
+            "1,920 steps, 6 minutes on 2 CPU cores",
+            "last block: linear probe (lbfgs) 31, kNN 22; untrained 20 and 14; raw pixels 15 and 27",
         ),
         Recipe(
             "mae-cifar100",
@@ -52,8 +52,8 @@ RECIPES = {
             "ViT-S/8 on Tiny-ImageNet at 64 px, the setting of docs/results.md",
             {"data": "parquet:tiny-imagenet-100", "size": "small", "img_size": 64, "patch_size": 8, "batch_size": 256,
              "lr": 3e-4, "epochs": 112, "alpha_min": 0.9},
-            "__COST_TINY__",
-            "__EXPECT_TINY__",
+            "21.9k steps; 7 minutes on an H200 at the 13k images/s seen there",
+            "prototype of this setting: linear probe 40, kNN 28 (37 and 28 at alpha_min 1); not yet measured with this code",
         ),
         Recipe(
             "mae-imagenet100",
