@@ -132,9 +132,6 @@ def _closing_words(model: Any, session: Session) -> None:
     )
 
 
-Layers = Literal["last", "all"]
-
-
 @dataclass(frozen=True)
 class EvaluateOptions:
     """What frozen features are worth: kNN, linear probe and rank, beside the untrained encoder and raw pixels."""

@@ -44,7 +44,7 @@ RECIPES = {
             "ViT-S/4 on CIFAR-100 at 32 px",
             {"data": "cifar100", "size": "small", "img_size": 32, "patch_size": 4, "batch_size": 256, "lr": 3e-4,
              "epochs": 200, "alpha_min": 0.9},
-            "39k steps; one GPU with 8 GiB",
+            "39k steps of 256 images",
             "not measured yet",
         ),
         Recipe(

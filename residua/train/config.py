@@ -133,7 +133,7 @@ class MachineConfig:
     micro_batch: int | None = None
     """Images on a device at once; the rest of the batch is accumulated. Halved by itself when memory runs out."""
     grad_checkpointing: bool = False
-    """Recompute encoder activations in the backward pass: less memory, a quarter more time."""
+    """Recompute encoder activations in the backward pass: less memory, more time."""
     resident: bool | Auto = "auto"
     """Keep all images in device memory; auto: if they fit."""
     workers: int | None = None

@@ -24,7 +24,7 @@ class Health:
         if late and loss > 0.99 * self.first_loss:
             found["loss"] = (
                 f"the loss has not moved: {self.first_loss:.4f} at first, {loss:.4f} at step {step:,}. "
-                "Normal is a fall of 5 % or more within the first fifth of a run. Look at the images "
+                "By now it should have fallen. Look at the images "
                 "(residua data preview), then try a larger --lr, or a longer run if this one is very short."
             )
         if wait_share > 0.2 and step > 20:

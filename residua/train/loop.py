@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -354,7 +355,7 @@ class Loop:
         if self.accelerator.is_main_process:
             _truncate(self.run / "metrics.jsonl", self.step)
             for left in (self.run / "checkpoints").glob(".unfinished-*"):
-                ckpt.shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(left, ignore_errors=True)
         return self.step
 
 

@@ -1,17 +1,9 @@
-"""Small networks; one thread, because theirs is work for one."""
+"""Small networks."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Small runs; one thread, because theirs is work for one."""
+"""Small runs."""
 
 import sys
 from collections.abc import Iterator
@@ -8,14 +8,6 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent))  # drive.py is imported by the tests and by the processes they start
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
