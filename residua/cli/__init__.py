@@ -1,0 +1,66 @@
+"""The `residua` command: parses, calls, prints. One file a command."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from .console import console, fail
+
+# Threads that spin while they wait slow each other down a hundredfold where another program wants the cores too.
+# Read when torch is imported, which happens inside the commands.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+USAGE = """\
+Residua trains, measures and explains residual networks whose shortcuts fade with depth.
+
+  residua demo                                   see it work: two small runs, one page
+  residua pretrain --data folder:my_photos       images in, encoder out
+  residua evaluate RUN                           what its frozen features are worth
+  residua compare RUN RUN                        runs side by side on one page
+  residua embed RUN --data folder:my_photos      features of your images, as a table
+  residua data info|preview SOURCE               what a source of images holds
+  residua recipes [NAME]                         rows of the paper, runnable
+
+Add --help to a command for its options."""
+COMMANDS = {
+    "demo": "demo", "pretrain": "pretrain", "evaluate": "evaluate", "compare": "compare", "embed": "evaluate",
+    "data": "data", "recipes": "recipes",
+}  # fmt: skip
+"""Command -> the file of this folder that has a function of that name."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        console.print(USAGE, markup=False)
+        return 0
+    if args[0] == "--version":
+        from residua import __version__
+
+        console.print(__version__)
+        return 0
+    name = args.pop(0)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=2) or list(COMMANDS)
+        return fail(f"there is no command {name!r}; did you mean {' or '.join(near)}?")
+    try:
+        module = importlib.import_module(f"residua.cli.{COMMANDS[name]}")
+        getattr(module, name)(args)
+    except KeyboardInterrupt:
+        return fail("interrupted", 130)
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        if os.environ.get("RESIDUA_DEBUG"):
+            raise
+        stopped = type(error).__name__ == "TrainingStopped"
+        hint = (
+            ""
+            if stopped or isinstance(error, ValueError)
+            else f" ({type(error).__name__}; RESIDUA_DEBUG=1 shows where)"
+        )
+        return fail(f"{error}{hint}", 1 if stopped else 2)
+    return 0

@@ -1,0 +1,5 @@
+import sys
+
+from residua.cli import main
+
+sys.exit(main())

@@ -1,0 +1,122 @@
+"""What the commands share: the terminal, the progress line, and options that several of them take."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
+
+if TYPE_CHECKING:
+    from residua.data import Splits
+
+console = Console(highlight=False, soft_wrap=True)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class Bar:
+    """The progress line: step, loss, images/s, share of the chip's peak, time left."""
+
+    def __init__(self, steps: int, batch_size: int, show: bool) -> None:
+        self.steps, self.batch_size, self.show, self.lines = steps, batch_size, show, 0
+        text = "step {task.completed:,.0f}/{task.total:,.0f}  {task.fields[text]}"
+        self.progress = Progress(
+            TextColumn("{task.percentage:3.0f} %"), BarColumn(24), TextColumn(text), console=console,
+            disable=not (show and console.is_terminal),
+        )  # fmt: skip
+        self.task = self.progress.add_task("", total=steps, text="starting")
+
+    def __enter__(self) -> Bar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def update(self, record: dict[str, Any]) -> None:
+        from residua.train.pretrain import hours
+
+        parts = [f"loss {record['loss']:.4f}", f"{record['images_per_s']:,.0f} img/s"]
+        if "mfu" in record:
+            parts.append(f"MFU {100 * record['mfu']:.0f} %")
+        parts += [
+            f"{key.removeprefix('eval/')} {value:.4g}" for key, value in record.items() if key.startswith("eval/")
+        ]
+        left = (self.steps - record["step"]) * self.batch_size / record["images_per_s"]
+        text = "  ".join([*parts, f"{hours(left)} left"])
+        self.progress.update(self.task, completed=record["step"], text=text)
+        if self.show and not console.is_terminal and 10 * record["step"] // self.steps > self.lines:
+            self.lines = 10 * record["step"] // self.steps
+            console.print(f"step {record['step']:,}/{self.steps:,}  {text}", markup=False)
+
+
+def layers(given: tuple[str, ...]) -> Any:
+    if given in (("last",), ("all",)):
+        return given[0]
+    try:
+        return [int(item) for item in given]
+    except ValueError:
+        raise ValueError(f"--layers {' '.join(given)}: give last, all, or block numbers") from None
+
+
+def img_size(given: tuple[int, ...]) -> tuple[int, int] | None:
+    if len(given) > 2:
+        raise ValueError(f"--img-size {' '.join(map(str, given))}: give a side, or height and width")
+    return (given[0], given[-1]) if given else None
+
+
+def data_of(model: str) -> str:
+    """What a run was trained on."""
+    from residua.train import Pretrain
+
+    for folder in (Path(model).expanduser(), *Path(model).expanduser().parents):
+        if (folder / "config.yaml").exists():
+            return Pretrain.read(folder / "config.yaml").data.data
+    raise ValueError(f"{model} does not say which images to use: add --data")
+
+
+def warn_shared(splits: Splits) -> None:
+    from residua.data import count_shared
+
+    if splits.test is None:
+        return
+    shared = count_shared(splits.train, splits.test)
+    if shared:
+        note(f"{shared:,} test image{'s' * (shared > 1)} also occur{'s' * (shared == 1)} in the training part")
+
+
+def decoding(done: int, total: int) -> None:
+    if console.is_terminal:
+        console.print(f"decoding {done:,} of {total:,} images", end="\n" if done >= total else "\r", markup=False)
+
+
+def note(text: str) -> None:
+    console.print(f"[yellow]note[/]     {escape(text)}")
+
+
+def say(text: str) -> None:
+    console.print(text, markup=False)
+
+
+def fail(text: str, status: int = 2) -> int:
+    errors.print(f"[red]error[/]: {escape(text)}")
+    return status
+
+
+def show(page: Path, open_it: bool) -> None:
+    console.print(f"page: {page}", markup=False)
+    if open_it:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def print_nested(values: dict[str, Any], indent: int = 0) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            console.print(" " * indent + f"[bold]{escape(str(key))}[/]")
+            print_nested(value, indent + 2)
+        else:
+            text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+            console.print(" " * indent + f"{escape(str(key)):12} {escape(str(text))}")

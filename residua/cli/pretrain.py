@@ -1,0 +1,112 @@
+"""`residua pretrain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+from rich.markup import escape
+from tyro.conf import OmitArgPrefixes
+
+from .console import Bar, console, decoding, note, warn_shared
+
+if TYPE_CHECKING:
+    from residua.train import Session
+
+
+def pretrain(args: list[str]) -> None:
+    """Pretrain an encoder: `residua pretrain [RECIPE or SETTINGS.yaml] [options]`."""
+    from residua import recipes
+    from residua.train import Hooks, Pretrain, fit, prepare
+
+    default = Pretrain()
+    if args and not args[0].startswith("-"):
+        given = args.pop(0)
+        default = Pretrain.read(_existing(given)) if given.endswith((".yaml", ".yml")) else recipes.get(given).config
+    config = tyro.cli(
+        Pretrain, args=args, default=default, prog="residua pretrain [RECIPE|SETTINGS.yaml]", config=(OmitArgPrefixes,),
+        description="Pretrain a masked autoencoder whose identity shortcuts fade with depth. Every setting left at "
+        "'auto' is chosen from the images and the machine, and printed.",
+    )  # fmt: skip
+    session = prepare(config, decoding)
+    main = session.accelerator.is_main_process
+    if main:
+        for heading, text in session.lines():
+            console.print(f"[bold]{heading:8}[/] {escape(text)}")
+        warn_shared(session.splits)
+    if session.config.machine.dry_run:
+        return _dry_run(session)
+    every = session.config.machine.eval_every
+    with Bar(session.settings.steps, session.settings.batch_size, show=main) as bar:
+        hooks = Hooks(
+            on_record=bar.update, on_message=note if main else (lambda text: None),
+            every=max(1, round(every * session.steps_per_epoch)) if every else None,
+            on_interval=lambda step, model: _scores_while_training(model, session),
+        )  # fmt: skip
+        model = fit(session, hooks)
+    if session.config.machine.evaluate:
+        _closing_words(model, session)
+
+
+def _dry_run(session: Session) -> None:
+    from residua.train import estimate
+    from residua.train.pretrain import hours
+
+    guess = estimate(session)
+    console.print(f"[bold]memory[/]   about {guess['memory_gib']:.2g} GiB for the network and one micro-batch")
+    console.print(
+        f"[bold]time[/]     about {hours(guess['seconds'])}, from three steps; nothing was trained or written"
+    )
+
+
+def _scores_while_training(model: Any, session: Session) -> dict[str, float]:
+    from residua.evaluate import evaluate
+    from residua.train.health import Health
+
+    report = evaluate(
+        model,
+        session.splits,
+        probe="lbfgs",
+        baselines=False,
+        neighbors=0,
+        limit=10_000,
+        accelerator=session.accelerator,
+    )
+    for text in Health(session.settings.steps).check_rank(report.value("entropy rank"), model.encoder.embed_dim):
+        note(text)
+    return {f"eval/{s.metric.replace(' ', '_')}": s.value for s in report.scores if s.layer in (-1, report.layers[-1])}
+
+
+def _quickest_probe(session: Session) -> Literal["simple", "lbfgs"]:
+    """One layer after the other to its optimum suits a CPU; many small steps for all layers at once, a GPU."""
+    return "lbfgs" if session.accelerator.device.type == "cpu" else "simple"
+
+
+def _closing_words(model: Any, session: Session) -> None:
+    from residua.evaluate import evaluate
+    from residua.report import run_report
+
+    probe = _quickest_probe(session)
+    report = evaluate(model, session.splits, probe=probe, layers="all", accelerator=session.accelerator)
+    if not session.accelerator.is_main_process:
+        return
+    run = session.run
+    assert run is not None
+    report.save(run / "evaluation.json")
+    page = run_report(run, model=model, splits=session.splits, evaluation=report)
+    console.print(report.table())
+    rank, fresh, pixels = (report.value("entropy rank", who) for who in ("model", "random init", "pixels"))
+    console.print(f"entropy rank {rank:.1f} nats (random init {fresh:.1f}, pixels {pixels:.1f}); pictures: {page}")
+    console.print(f'load it:  model = residua.load("{run}")', markup=False)
+    console.print(
+        f"use it:   residua embed {run} --data {session.config.data.data} --out features.parquet",
+        markup=False,
+    )
+
+
+def _existing(path: str) -> Path:
+    file = Path(path).expanduser()
+    if not file.exists():
+        raise ValueError(f"there is no settings file {file}")
+    return file

@@ -1,0 +1,33 @@
+"""`residua recipes`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from .console import console, print_nested
+
+
+def recipes(args: list[str]) -> None:
+    """Rows of the paper, runnable."""
+    from rich.table import Table
+
+    from residua.recipes import RECIPES, get
+
+    @dataclass(frozen=True)
+    class RecipeOptions:
+        """Settings with a name, their cost and the numbers to expect; `residua pretrain NAME` runs one."""
+
+        name: Annotated[str | None, tyro.conf.arg(metavar="[NAME]")] = None
+
+    o = tyro.cli(RecipeOptions, args=args, prog="residua recipes", config=(tyro.conf.Positional,))
+    if o.name is None:
+        table = Table("recipe", "what", "cost", "expect")
+        for recipe in RECIPES.values():
+            table.add_row(recipe.name, recipe.summary, recipe.cost, recipe.expect)
+        return console.print(table)
+    recipe = get(o.name)
+    print_nested({"what": recipe.summary, "cost": recipe.cost, "expect": recipe.expect, "settings": recipe.settings})
+    console.print(f"\nrun it:  residua pretrain {recipe.name}", markup=False)
