@@ -13,21 +13,31 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from residua.data import Batch
-from residua.train import Pretrain, prepare
+from residua.train import Loop, Pretrain, prepare
 from residua.train.machine import device_name
 
 
-class Constant:
-    """An objective that ignores its images."""
+def constant(loop: Loop) -> None:
+    """Let every step see the images and masks of the first."""
+    batch = loop.feed.gather(*next(loop.batches(0, 1)))
+    images, noise = loop.objective.view(batch, torch.zeros_like(batch.index))
+    loop.objective = lambda model, batch, epochs: model(images, noise)[0]
+    loop.feed = Still(batch)
 
-    def __init__(self, images: Tensor, noise: Tensor) -> None:
-        self.images, self.noise = images, noise
 
-    def __call__(self, model: nn.Module, batch: Batch, epochs: Tensor) -> Tensor:
-        return model(self.images, self.noise)[0]
+class Still:
+    """A feed of one batch."""
+
+    resident = True
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def gather(self, index: Tensor) -> Batch:
+        return self.batch
 
 
 def main() -> None:
@@ -43,19 +53,17 @@ def main() -> None:
         config = Pretrain().override(data=args.data, batch_size=batch_size, steps=1_000_000, dry_run=True)
         session = prepare(config)
         loops = {"real": session.loop(), "constant": session.loop()}
-        loop, real = loops["real"], loops["real"].objective
-        batch = next(iter(session.feed.iterate(loop.order.batches(0, 1))))
-        loops["constant"].objective = Constant(*real.view(batch, torch.zeros_like(batch.index)))
+        loop = loops["real"]
+        constant(loops["constant"])
         sync = torch.cuda.synchronize if loop.device.type == "cuda" else (lambda: None)
         seconds: dict[str, list[float]] = {"real": [], "constant": []}
         for round_ in range(args.rounds + 1):
             for name in seconds:
                 loop = loops[name]
-                batches = session.feed.iterate(loop.order.batches(loop.step, loop.step + args.steps))
                 sync()
                 start = time.perf_counter()
-                for batch in batches:
-                    loop._advance(batch)
+                for images in loop.batches(loop.step, loop.step + args.steps):
+                    loop.advance(images)
                 sync()
                 if round_:  # the first round compiles
                     seconds[name].append((time.perf_counter() - start) / args.steps)

@@ -7,9 +7,9 @@
 Peers: `transformers` ViTMAE (SDPA), and a masked autoencoder put together from timm's blocks in the structure of
 the original implementation (all patches embedded by a convolution, then gathered; decoder input restored by
 concatenation and gather). Every contestant trains with fused AdamW, bf16 under autocast on CUDA, eager and compiled,
-on fixed random images. `--modes graphs` adds CUDA graphs (`mode="reduce-overhead"`), which is how our loop compiles;
-ratios are given against peers with and without them. `ours, U-shaped` is the paper's model, which does more work; it
-has no peer.
+on fixed random images. `--modes recorded` compiles, and replays the whole step, optimiser included, as one CUDA graph,
+which is how our loop trains on one GPU; ratios are given against peers with and without that. `ours, U-shaped` is the
+paper's model, which does more work; it has no peer.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import residua
+from residua.train.recorded import Recorded
 
 CASES = {
     "vit-s-64": dict(img_size=64, patch_size=8, embed_dim=384, depth=12, num_heads=6, dec=(256, 8, 8), batch=1024),
@@ -131,22 +132,26 @@ def measure(build: Callable, case: dict, device: str, compiled: str, rounds: int
     model, loss = build()
     model = model.to(device).train()
     if compiled != "eager":
-        model.compile(mode={"compiled": "default", "graphs": "reduce-overhead"}[compiled])
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, betas=(0.9, 0.95), fused=True)
+        model.compile()
+    recorded = compiled == "recorded"
+    rate = torch.tensor(1e-4, device=device) if recorded else 1e-4
+    optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), fused=True, capturable=recorded)
     size = case["img_size"]
     n = (size // case["patch_size"]) ** 2
     images = torch.randn(case["batch"], 3, size, size, device=device)
     noise = torch.rand(case["batch"], n, device=device)
 
-    def step() -> None:
+    def step() -> tuple[Tensor, Tensor]:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             value = loss(model, images, noise)
         value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return value.detach(), value.detach()
 
+    call = Recorded(step) if recorded else step
     for _ in range(5):
-        step()
+        call()
     sync = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -154,7 +159,7 @@ def measure(build: Callable, case: dict, device: str, compiled: str, rounds: int
     for _ in range(rounds):
         sync()
         start = time.perf_counter()
-        step()
+        call()
         sync()
         times.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else float("nan")
@@ -185,7 +190,7 @@ def _ratios(rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, default="cpu")
-    parser.add_argument("--modes", nargs="+", choices=["eager", "compiled", "graphs"], default=["eager", "compiled"])
+    parser.add_argument("--modes", nargs="+", choices=["eager", "compiled", "recorded"], default=["eager", "compiled"])
     parser.add_argument("--only", nargs="+", help="names of contestants")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path)

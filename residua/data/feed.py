@@ -85,16 +85,19 @@ class Feed:
             return self._iterate_resident(index_batches)
         return self._iterate_stream(index_batches)
 
+    def gather(self, index: Tensor) -> Batch:
+        """The images of these numbers (B,), from a resident feed."""
+        if self._pixels is None or self._sizes is None:
+            raise RuntimeError("this feed is closed" if self.resident else "this feed streams: iterate over it")
+        return Batch(self._pixels[index], self._sizes[index], index)
+
     def close(self) -> None:
         """End the workers and let go of the images."""
         self._loader = self._pixels = self._sizes = None
 
     def _iterate_resident(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
         for index in index_batches:
-            if self._pixels is None or self._sizes is None:
-                raise RuntimeError("this feed is closed")
-            index = index.to(self.device, non_blocking=True)
-            yield Batch(self._pixels[index], self._sizes[index], index)
+            yield self.gather(index.to(self.device, non_blocking=True))
 
     def _iterate_stream(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
         if self._loader is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import signal
 import time
@@ -17,13 +16,23 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from residua.data import Batch, Feed
 from residua.train import checkpoint as ckpt
 from residua.train.health import Health
 from residua.train.machine import autocast, peak_flops
+from residua.train.optim import (
+    Average,
+    Groups,
+    Settings,
+    decay_strength,
+    learning_rate,
+    make_optimizer,
+    parameter_groups,
+    restore_optimizer,
+)
 from residua.train.order import Order
+from residua.train.recorded import Recorded
 
 Objective = Callable[[nn.Module, Batch, Tensor], Tensor]
 """(model, batch, epoch of each image) -> loss, a mean over the batch."""
@@ -32,29 +41,6 @@ Record = dict[str, Any]
 
 class TrainingStopped(RuntimeError):
     """The run ended before its last step; its message says why and what is kept."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the loop needs to know."""
-
-    steps: int
-    batch_size: int
-    lr: float
-    weight_decay: float = 0.05
-    betas: tuple[float, float] = (0.9, 0.95)
-    warmup: float = 0.05
-    clip: float | None = None
-    ema: float | None = None
-    anneal: float = 0.0
-    seed: int = 0
-    precision: str = "fp32"
-    compile: bool = False
-    micro_batch: int | None = None
-    checkpoint_every: int = 1000
-    keep: int = 2
-    log_every: int = 50
-    flops_per_image: float | None = None
 
 
 @dataclass
@@ -66,37 +52,6 @@ class Hooks:
     every: int | None = None
     """Call `on_interval` each so many steps, and not at the last."""
     on_interval: Callable[[int, nn.Module], Record | None] = lambda step, model: None
-
-
-def learning_rate(step: int, settings: Settings) -> float:
-    """Linear warm-up to the peak, then a cosine to zero; `step` counts from 0."""
-    warm = settings.warmup * settings.steps
-    if step < warm:
-        return settings.lr * (step + 1) / max(warm, 1.0) if step + 1 < warm else settings.lr
-    progress = (step - warm) / max(settings.steps - warm, 1)
-    return settings.lr * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-
-
-def decay_strength(step: int, settings: Settings) -> float:
-    """Share of the full decay in force at a step: 0 to 1 over the first `anneal` of the run."""
-    span = settings.anneal * settings.steps
-    return 1.0 if step >= span else step / span
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay on matrices (and convolutions) alone: biases, norms, tokens and alphas have none."""
-    decayed: list[nn.Parameter] = []
-    free: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            matrix = parameter.ndim >= 2 and not name.endswith("token")
-            (decayed if matrix else free).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
-
-
-def make_optimizer(model: nn.Module, settings: Settings, device: torch.device) -> torch.optim.AdamW:
-    groups = parameter_groups(model, settings.weight_decay)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=device.type in ("cuda", "cpu"))
 
 
 @dataclass
@@ -136,6 +91,7 @@ class Loop:
         accelerator: Accelerator,
         run: Path | None = None,
         hooks: Hooks | None = None,
+        groups: Groups | None = None,
     ) -> None:
         self.bare, self.objective, self.feed, self.settings = model, objective, feed, settings
         self.accelerator, self.run, self.hooks = accelerator, run, hooks or Hooks()
@@ -144,18 +100,24 @@ class Loop:
         self.order = Order(len(feed), settings.batch_size, settings.seed, accelerator.process_index, world)
         self.micro = min(settings.micro_batch or self.order.share, self.order.share)
         model.to(self.device)
-        optimizer = make_optimizer(model, settings, self.device)
-        self.ema = None
-        if settings.ema:
-            self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema))
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.ema = Average(model, settings.ema) if settings.ema else None
+        groups = groups or parameter_groups(model, settings.weight_decay)
+        self.model, self.optimizer = accelerator.prepare(model, make_optimizer(groups, settings, self.device))
+        self.rates = torch.tensor([group.get("lr_scale", 1.0) for group in groups], device=self.device)
+        self.scales = self.rates.clone()
         self.loss = self._make_loss()
+        self.recorded = Recorded(self._update) if self._recordable() else None
         self.shortcut = getattr(getattr(model, "encoder", model), "shortcut", None)
         self.health = Health(settings.steps)
         self.peak = peak_flops(self.device, settings.precision)
         self.step = 0
 
     # ------------------------------------------------------------ one step
+
+    def _recordable(self) -> bool:
+        """Whether a step is the same sequence of kernels each time, on one device: then it can be replayed."""
+        alone = self.accelerator.num_processes == 1 and self.micro == self.order.share
+        return self.settings.compile and self.device.type == "cuda" and alone
 
     def _make_loss(self) -> Callable[[Batch, Tensor], Tensor]:
         """The objective from pixels to loss, compiled as a whole where asked for."""
@@ -164,11 +126,7 @@ class Loop:
             return self.objective(self.model, Batch(pixels, sizes, index), epochs)
 
         if self.settings.compile:
-            # small networks spend their time launching kernels; a recorded graph does not. Accumulated gradients
-            # and several processes need the ordinary way.
-            alone = self.accelerator.num_processes == 1 and self.micro == self.order.share
-            recorded = self.device.type == "cuda" and alone
-            loss = torch.compile(loss, mode="reduce-overhead" if recorded else "default")
+            loss = torch.compile(loss)
         return lambda batch, epochs: loss(batch.pixels, batch.sizes, batch.index, epochs)
 
     def _micro_batches(self, batch: Batch, epochs: Tensor) -> Iterator[tuple[Batch, Tensor, float, bool]]:
@@ -189,11 +147,23 @@ class Loop:
             total += loss.detach() * weight
         return total
 
-    def _try_gradients(self, batch: Batch, epochs: Tensor) -> Tensor:
-        """As `_gradients`, halving the micro-batch when memory runs out. Randomness depends on the image alone."""
+    def _update(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """From image numbers (or pixels, sizes and numbers) and epochs to new weights; loss and gradient norm."""
+        *images, epochs = inputs
+        batch = Batch(*images) if len(images) == 3 else self.feed.gather(images[0])
+        loss = self._gradients(batch, epochs)
+        norm = torch.zeros((), device=self.device)
+        if self.settings.clip is not None:
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, norm
+
+    def _try_update(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """As `_update`, halving the micro-batch when memory runs out. Randomness depends on the image alone."""
         while True:
             try:
-                return self._gradients(batch, epochs)
+                return self.recorded(*inputs) if self.recorded else self._update(*inputs)
             except torch.OutOfMemoryError as error:
                 self.optimizer.zero_grad(set_to_none=True)
                 if self.accelerator.num_processes > 1 or self.micro == 1:
@@ -202,7 +172,8 @@ class Loop:
                         "set a smaller --micro-batch, add --grad-checkpointing, or take a smaller model"
                     ) from error
             self.micro = -(-self.micro // 2)
-            self.loss = self._make_loss()  # a recorded graph cannot accumulate
+            self.recorded = None  # accumulated steps are not replayed
+            self.loss = self._make_loss()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             parts = -(-self.order.share // self.micro)
@@ -211,21 +182,32 @@ class Loop:
                 f"the batch stays {self.settings.batch_size}"
             )
 
-    def _advance(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _set_rates(self) -> None:
+        """The learning rate of every group; on CUDA as tensors, so that a recorded step reads today's."""
+        rate = learning_rate(self.step, self.settings)
+        on_device = self.device.type == "cuda"
+        if on_device:
+            torch.mul(self.scales, rate, out=self.rates)
+        for i, group in enumerate(self.optimizer.param_groups):
+            group["lr"] = self.rates[i] if on_device else rate * group.get("lr_scale", 1.0)
+
+    def batches(self, start: int, stop: int) -> Iterator[tuple[Tensor, ...]]:
+        """What `advance` takes at each step: image numbers where the feed is resident, else also their pixels."""
+        numbers = self.order.batches(start, stop)
+        if self.feed.resident:
+            return ((index.to(self.device, non_blocking=True),) for index in numbers)
+        return ((batch.pixels, batch.sizes, batch.index) for batch in self.feed.iterate(numbers))
+
+    def advance(self, images: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """One step of training; returns its loss and gradient norm, on the device."""
         settings = self.settings
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, settings)
+        self._set_rates()
         if settings.anneal and self.shortcut is not None:
             self.shortcut.set_strength(decay_strength(self.step, settings))
         epochs = self.order.epoch_of(self.step).to(self.device, non_blocking=True)
-        loss = self._try_gradients(batch, epochs)
-        norm = torch.zeros((), device=self.device)
-        if settings.clip is not None:
-            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), settings.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        loss, norm = self._try_update((*images, epochs))
         if self.ema is not None:
-            self.ema.update_parameters(self.bare)
+            self.ema.update(first=self.step == 0)
         self.step += 1
         return loss, norm
 
@@ -236,7 +218,7 @@ class Loop:
         with _Interrupt() as interrupt:
             self._fit(interrupt)
         if self.ema is not None:
-            self.bare.load_state_dict(self.ema.module.state_dict())
+            self.bare.load_state_dict(self.ema.model.state_dict())
         return self.bare
 
     def _fit(self, interrupt: _Interrupt) -> None:
@@ -245,8 +227,8 @@ class Loop:
             self.model.train()
         losses: list[Tensor] = []
         started, waited = time.perf_counter(), self.feed.wait_seconds
-        for batch in self.feed.iterate(self.order.batches(self.step, settings.steps)):
-            loss, norm = self._advance(batch)
+        for images in self.batches(self.step, settings.steps):
+            loss, norm = self.advance(images)
             losses.append(loss)
             last = self.step == settings.steps
             evaluate = hooks.every is not None and self.step % hooks.every == 0 and not last
@@ -334,8 +316,7 @@ class Loop:
             training = {"step": self.step, "optimizer": self.optimizer.state_dict(), "micro": self.micro}
             averaged = None
             if self.ema is not None:
-                training["ema_updates"] = self.ema.n_averaged
-                averaged = self.ema.module.state_dict()
+                averaged = self.ema.model.state_dict()
             ckpt.write_checkpoint(self.run, self.step, self.bare, training, averaged, self.settings.keep)
         self.accelerator.wait_for_everyone()
 
@@ -347,11 +328,11 @@ class Loop:
             weights = ckpt.load_file(done[-1] / "model.safetensors")
             ckpt.load_weights(self.bare, weights, what=str(done[-1]))
             training = ckpt.load_training(done[-1])
-            self.optimizer.load_state_dict(training["optimizer"])
+            restore_optimizer(self.optimizer, training["optimizer"])
             self.step, self.micro = training["step"], min(training["micro"], self.micro)
+            self.recorded = self.recorded if self._recordable() else None
             if self.ema is not None:
-                self.ema.module.load_state_dict(ckpt.load_file(done[-1] / "ema.safetensors"))
-                self.ema.n_averaged.copy_(training["ema_updates"])
+                self.ema.model.load_state_dict(ckpt.load_file(done[-1] / "ema.safetensors"))
         if self.accelerator.is_main_process:
             _truncate(self.run / "metrics.jsonl", self.step)
             for left in (self.run / "checkpoints").glob(".unfinished-*"):

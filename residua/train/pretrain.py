@@ -20,8 +20,9 @@ from residua.data import Batch, Feed, Preprocessing, Splits
 from residua.nn import MAE
 from residua.train import checkpoint as ckpt
 from residua.train.config import MachineConfig, Pretrain, build_model, resolve
-from residua.train.loop import Hooks, Loop, Settings
+from residua.train.loop import Hooks, Loop
 from residua.train.machine import activation_bytes, count_parameters, device_name, environment, training_flops
+from residua.train.optim import Settings
 
 
 class Reconstruction:
@@ -177,9 +178,9 @@ def estimate(session: Session, steps: int = 3) -> dict[str, float]:
     kept = half * micro * activation_bytes(model, *example)
     loop = session.loop()
     times = []
-    for batch in session.feed.iterate(loop.order.batches(0, steps)):
+    for images in loop.batches(0, steps):
         start = time.perf_counter()
-        float(loop._advance(batch)[0])
+        float(loop.advance(images)[0])
         times.append(time.perf_counter() - start)
     memory = float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else weights + kept
     return {"memory_gib": memory / 2**30, "seconds": min(times) * session.settings.steps}

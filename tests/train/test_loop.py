@@ -17,7 +17,7 @@ import residua
 from residua.data import Batch
 from residua.train import Hooks, Loop, Session, TrainingStopped, fit, prepare, read_metrics
 from residua.train import checkpoint as ckpt
-from residua.train.loop import Settings, decay_strength, learning_rate, parameter_groups
+from residua.train.optim import Settings, learning_rate
 
 Weights = dict[str, Tensor]
 
@@ -48,69 +48,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-# ---------------------------------------------------------------- schedules
-
-
-@pytest.mark.parametrize("steps", [20, 100, 1000])
-def test_learning_rate_rises_then_follows_a_cosine_to_zero(steps: int) -> None:
-    settings = Settings(steps=steps, batch_size=8, lr=2e-3, warmup=0.1)
-    rates = [learning_rate(step, settings) for step in range(steps + 1)]
-    warm = steps // 10
-    for step in range(warm):
-        assert rates[step] == pytest.approx(2e-3 * (step + 1) / warm)
-    assert rates[warm] == pytest.approx(2e-3)
-    for step in range(warm, steps + 1):
-        angle = math.pi * (step - warm) / (steps - warm)
-        assert rates[step] == pytest.approx(1e-3 * (1 + math.cos(angle)), abs=1e-12)
-    assert rates[steps] == 0
-    assert all(rate > 0 for rate in rates[:-1])
-
-
-def test_without_warm_up_the_peak_comes_first() -> None:
-    settings = Settings(steps=10, batch_size=8, lr=1.0, warmup=0.0)
-    assert learning_rate(0, settings) == 1.0
-    assert learning_rate(5, settings) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("warmup", [0.05, 0.13, 0.5, 1.0])
-def test_it_never_exceeds_the_peak(warmup: float) -> None:
-    settings = Settings(steps=37, batch_size=8, lr=1.0, warmup=warmup)
-    rates = [learning_rate(step, settings) for step in range(37)]
-    assert 0 < min(rates) <= max(rates) <= 1.0
-    assert max(rates) > 0.95
-
-
-def test_annealing_takes_its_share_of_the_steps() -> None:
-    settings = Settings(steps=100, batch_size=8, lr=1.0, anneal=0.4)
-    assert [decay_strength(step, settings) for step in (0, 10, 20, 40, 99)] == [0, 0.25, 0.5, 1, 1]
-    assert decay_strength(0, Settings(steps=100, batch_size=8, lr=1.0)) == 1
-
-
 def test_alphas_move_while_training(finished: Path) -> None:
     last = {r["step"]: r["alpha_last"] for r in read_metrics(finished)}
     for step in (2, 4, 6, 12):  # 0.7 is reached after half of the 12 steps
         strength = min((step - 1) / 6, 1)
         assert last[step] == pytest.approx(1 - 0.3 * strength, rel=1e-6)
-
-
-def test_weight_decay_is_for_matrices_alone() -> None:
-    model = residua.create_model("mae_vit_nano", img_size=16, patch_size=4, schedule="learned")
-    decayed, free = parameter_groups(model, 0.05)
-    assert (decayed["weight_decay"], free["weight_decay"]) == (0.05, 0.0)
-    names = {id(p): name for name, p in model.named_parameters()}
-    for p in decayed["params"]:
-        assert names[id(p)].endswith("weight")
-        assert "norm" not in names[id(p)]
-    spared = {names[id(p)] for p in free["params"]}
-    for name in names.values():
-        if name.endswith(("bias", "token", "alpha")) or "norm" in name:
-            assert name in spared
-    assert len(decayed["params"]) + len(free["params"]) == len(names)
-    model.encoder.requires_grad_(False)
-    assert sum(len(group["params"]) for group in parameter_groups(model, 0.05)) < len(names)
-
-
-# ---------------------------------------------------------------- one step
 
 
 def test_a_step_is_adamw_on_the_mean_loss() -> None:
@@ -123,8 +65,9 @@ def test_a_step_is_adamw_on_the_mean_loss() -> None:
     others = [p for n, p in twin.named_parameters() if p.ndim < 2 or n.endswith("token")]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    for step, batch in enumerate(session.feed.iterate(loop.order.batches(0, 2))):
-        loss, _ = loop._advance(batch)
+    for step, chosen in enumerate(loop.batches(0, 2)):
+        loss, _ = loop.advance(chosen)
+        batch = session.feed.gather(*chosen)
         images, noise = loop.objective.view(batch, loop.order.epoch_of(step))
         expected = twin(images, noise)[0]
         assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
@@ -149,8 +92,8 @@ def test_clipping_limits_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
             norms[clip] = torch.stack([g.norm() for g in grads if g is not None]).norm()
 
         monkeypatch.setattr(loop.optimizer, "step", step)
-        for batch in session.feed.iterate(loop.order.batches(0, 1)):
-            reported[clip] = float(loop._advance(batch)[1])
+        for images in loop.batches(0, 1):
+            reported[clip] = float(loop.advance(images)[1])
     full = float(norms[None])
     assert full > 0.02  # or there was nothing to clip
     assert float(norms[1e-2]) == pytest.approx(1e-2, rel=1e-3)

@@ -1,0 +1,98 @@
+"""Learning rates, parameter groups, the optimiser and the moving average of weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the loop needs to know."""
+
+    steps: int
+    batch_size: int
+    lr: float
+    weight_decay: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup: float = 0.05
+    clip: float | None = None
+    ema: float | None = None
+    anneal: float = 0.0
+    seed: int = 0
+    precision: str = "fp32"
+    compile: bool = False
+    micro_batch: int | None = None
+    checkpoint_every: int = 1000
+    keep: int = 2
+    log_every: int = 50
+    flops_per_image: float | None = None
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """Linear warm-up to the peak, then a cosine to zero; `step` counts from 0."""
+    warm = settings.warmup * settings.steps
+    if step < warm:
+        return settings.lr * (step + 1) / max(warm, 1.0) if step + 1 < warm else settings.lr
+    progress = (step - warm) / max(settings.steps - warm, 1)
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def decay_strength(step: int, settings: Settings) -> float:
+    """Share of the full decay in force at a step: 0 to 1 over the first `anneal` of the run."""
+    span = settings.anneal * settings.steps
+    return 1.0 if step >= span else step / span
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
+    """Weight decay on matrices (and convolutions) alone: biases, norms, tokens and alphas have none."""
+    decayed: list[nn.Parameter] = []
+    free: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            matrix = parameter.ndim >= 2 and not name.endswith("token")
+            (decayed if matrix else free).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
+
+
+def make_optimizer(groups: Groups, settings: Settings, device: torch.device) -> torch.optim.AdamW:
+    """Fused AdamW; on CUDA one whose step can be part of a recorded graph."""
+    cuda = device.type == "cuda"
+    rate = torch.tensor(settings.lr, device=device) if cuda else settings.lr
+    fused = cuda or device.type == "cpu"
+    return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, fused=fused, capturable=cuda)
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a saved state; how the steps are computed stays this machine's choice, not the saved one's."""
+    own = [{key: group[key] for key in ("fused", "foreach", "capturable")} for group in optimizer.param_groups]
+    for group, keep in zip(state["param_groups"], own):
+        group.update(keep)
+    optimizer.load_state_dict(state)
+
+
+class Average:
+    """Exponential moving average of a model's weights: `average <- decay * average + (1 - decay) * weights`.
+
+    It starts as the weights after the first step; buffers are copied. One fused operation a step, no copy to the host.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model = copy.deepcopy(model).requires_grad_(False)
+        self.decay = decay
+        self._weights: list[Tensor] = list(model.parameters())
+        self._averages: list[Tensor] = list(self.model.parameters())
+        self._buffers, self._copies = list(model.buffers()), list(self.model.buffers())
+
+    @torch.no_grad()
+    def update(self, first: bool = False) -> None:
+        torch._foreach_lerp_(self._averages, self._weights, 1.0 if first else 1.0 - self.decay)
+        if self._buffers:
+            torch._foreach_copy_(self._copies, self._buffers)
