@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ class Step:
         return scaled_add(x, self.branch(x), self.alpha)
 
 
-@runtime_checkable
 class Residual(Protocol):
     """What a network offers to be walked, tapped and faded."""
 
@@ -74,9 +73,10 @@ class Stream(Sequence[Step]):
 def residual_part(model: nn.Module) -> Residual:
     """The network that carries the residual stream: the model itself or its encoder."""
     part = getattr(model, "encoder", model)
-    if not isinstance(part, Residual):
+    # not isinstance: since Python 3.12 it does not see what a torch module keeps as its child or buffer
+    if not all(hasattr(part, name) for name in ("steps", "embed", "shortcut")):
         raise TypeError(f"{type(model).__name__} does not describe its residual steps (needs steps, embed, shortcut)")
-    return part
+    return part  # type: ignore[return-value]
 
 
 def stream(model: nn.Module, images: Tensor | None = None) -> Stream:
