@@ -20,6 +20,7 @@ Residua trains, measures and explains residual networks whose shortcuts fade wit
   residua demo                                   see it work: two small runs, one page
   residua pretrain --data folder:my_photos       images in, encoder out
   residua evaluate RUN                           what its frozen features are worth
+  residua segment RUN                            do its patches find objects by themselves
   residua compare RUN RUN                        runs side by side on one page
   residua embed RUN --data folder:my_photos      features of your images, as a table
   residua data info|preview SOURCE               what a source of images holds
@@ -27,8 +28,8 @@ Residua trains, measures and explains residual networks whose shortcuts fade wit
 
 Add --help to a command for its options."""
 COMMANDS = {
-    "demo": "demo", "pretrain": "pretrain", "evaluate": "evaluate", "compare": "compare", "embed": "evaluate",
-    "data": "data", "recipes": "recipes",
+    "demo": "demo", "pretrain": "pretrain", "evaluate": "evaluate", "segment": "segment", "compare": "compare",
+    "embed": "evaluate", "data": "data", "recipes": "recipes",
 }  # fmt: skip
 """Command -> the file of this folder that has a function of that name."""
 

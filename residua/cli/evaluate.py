@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 from tyro.conf import Positional
 
-from .console import console, data_of, img_size, layers, warn_shared
+from .console import console, data_of, img_size, layers, note, warn_shared
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,20 @@ class EvaluateOptions:
     """Source of images; default: what the run was trained on."""
     knn: bool = True
     """Weighted nearest neighbours."""
-    probe: Literal["lbfgs", "simple", "cached", "none"] = "simple"
-    """Linear probe: lbfgs (the optimum, fast), simple (200 epochs, one view), cached (the paper's: 3 + 1 views)."""
+    probe: Literal["lbfgs", "simple", "cached", "mae", "none"] = "simple"
+    """Linear probe: lbfgs (the optimum, fast), simple (one view), cached (the paper's, 4 views), mae (He et al.'s)."""
     rank: bool = True
     """Entropy rank and RankMe."""
     layers: tuple[str, ...] = ("last",)
     """last, all, or block numbers."""
-    readout: Literal["tokens", "patches", "cls"] = "tokens"
-    """tokens: mean of all tokens; patches: mean of patches; cls: the class token."""
+    readout: tuple[Literal["tokens", "patches", "cls"], ...] = ("tokens",)
+    """tokens: mean of all tokens; patches: mean of patches; cls: the class token. Several are read in one pass."""
+    learning_rates: tuple[float, ...] = ()
+    """Of the probe, to choose among on held-out training images; for mae per 256 images. Default: the protocol's."""
+    weight_decays: tuple[float, ...] = ()
+    """Of the probe, to choose among likewise; for lbfgs the L2 penalty."""
+    epochs: int | None = None
+    """Of the probe; default: the protocol's."""
     k: tuple[int, ...] = (20,)
     """Neighbours that vote."""
     temperature: float = 0.07
@@ -47,6 +53,12 @@ class EvaluateOptions:
     """Score the untrained encoder and raw pixels too."""
     on_bad_image: Literal["error", "skip"] = "error"
     """What to do about an unreadable image."""
+    cache: bool = True
+    """Keep features on disk, so that the next evaluation of the same weights on the same images starts at once."""
+    cache_dir: str | None = None
+    """Where; default: features in the run, or the user's cache directory for models elsewhere."""
+    bf16: bool = False
+    """Run the encoder in bfloat16: faster on a GPU, slightly different features."""
     out: str | None = None
     """JSON file; default: evaluation.json in the run."""
     device: str | None = None
@@ -56,7 +68,7 @@ class EvaluateOptions:
 def evaluate(args: list[str]) -> None:
     """Score a frozen encoder."""
     import residua
-    from residua.evaluate import evaluate
+    from residua.evaluate import FeatureCache, evaluate
 
     o = tyro.cli(EvaluateOptions, args=args, prog="residua evaluate")
     model = residua.load(o.model)
@@ -67,20 +79,51 @@ def evaluate(args: list[str]) -> None:
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=o.device == "cpu")
+    cache = FeatureCache(_cache_folder(o.model, o.cache_dir), note) if o.cache else None
     report = evaluate(
         model, splits, knn=o.knn, probe=None if o.probe == "none" else o.probe, rank=o.rank, layers=layers(o.layers),
-        readout=o.readout, k=o.k, temperature=o.temperature, img_size=img_size(o.img_size), batch_size=o.batch_size,
-        limit=o.limit, seed=o.seed, baselines=o.baselines, on_bad_image=o.on_bad_image, device=o.device,
-        accelerator=accelerator,
+        readout=o.readout, k=o.k, temperature=o.temperature, learning_rates=o.learning_rates or None,
+        weight_decays=o.weight_decays or None, epochs=o.epochs, img_size=img_size(o.img_size), batch_size=o.batch_size,
+        limit=o.limit, seed=o.seed, baselines=o.baselines, bf16=o.bf16, on_bad_image=o.on_bad_image,
+        device=_device(o.device, accelerator), accelerator=accelerator, cache=cache, progress=_probing,
     )  # fmt: skip
     if accelerator is not None and not accelerator.is_main_process:
         return
+    if cache is not None:
+        console.print(f"features: {'read from' if not cache.computed else 'kept in'} {cache.folder}", markup=False)
     warn_shared(splits)
     console.print(report.table())
     run = Path(o.model).expanduser()
     where = Path(o.out) if o.out else run / "evaluation.json" if (run / "checkpoints").is_dir() else None
     if where is not None:
         console.print(f"written: {report.save(where)}", markup=False)
+
+
+def _cache_folder(model: str, given: str | None) -> Path:
+    """`features` in the run that a model belongs to, if it can be written to; else the user's cache directory."""
+    from residua.data.arrays import cache_dir
+
+    if given:
+        return Path(given)
+    path = Path(model).expanduser()
+    for folder in (path, *path.parents):
+        if (folder / "checkpoints").is_dir() and os.access(folder, os.W_OK):
+            return folder / "features"
+    return cache_dir() / "features"
+
+
+def _device(given: str | None, accelerator: Any = None) -> str | None:
+    """The one asked for, or the GPU where there is one; several processes have theirs."""
+    import torch
+
+    if given or accelerator is not None:
+        return given
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _probing(done: int, total: int) -> None:
+    if console.is_terminal:
+        console.print(f"probing: epoch {done} of {total}", end="\n" if done >= total else "\r", markup=False)
 
 
 @dataclass(frozen=True)
@@ -114,6 +157,6 @@ def embed(args: list[str]) -> None:
     o = tyro.cli(EmbedOptions, args=args, prog="residua embed")
     path = residua.evaluate.embed(
         residua.load(o.model), o.data, o.out, layers=layers(o.layers), readout=o.readout,
-        img_size=img_size(o.img_size), batch_size=o.batch_size, on_bad_image=o.on_bad_image, device=o.device,
+        img_size=img_size(o.img_size), batch_size=o.batch_size, on_bad_image=o.on_bad_image, device=_device(o.device),
     )  # fmt: skip
     console.print(f"written: {path}", markup=False)

@@ -6,34 +6,71 @@ linear_probe(feats.train, feats.test, protocol="simple")
 entropy_rank(feats.test.last), rankme(feats.test.last)
 """
 
+from .cache import CacheError, FeatureCache
 from .embed import embed
 from .features import extract, pixel_features
 from .featureset import Features, FeatureSet
-from .knn import KnnResult, knn
+from .geometry import class_separation, layer_geometry, model_lidar, silhouette, variance_ratio
+from .knn import FewShotResult, KnnResult, few_shot_knn, knn, knn_by_layer
 from .neighbors import Neighbors, nearest_neighbors, neighbor_images
+from .online import mae_probe
 from .probe import Head, ProbeResult, linear_probe
-from .rank import CollapsedError, entropy_rank, rankme
+from .rank import (
+    CollapsedError,
+    alpha_req,
+    entropy_rank,
+    lidar,
+    participation_ratio,
+    rankme,
+    ranks,
+    spectrum,
+    stable_rank,
+)
 from .report import Report, Score
+from .segment import segment
+from .segmentation import Segmentation, SegmentScore
+from .spectral import spectral_embedding
 from .suite import evaluate
 
 __all__ = [
+    "CacheError",
     "CollapsedError",
+    "FeatureCache",
     "FeatureSet",
     "Features",
+    "FewShotResult",
     "Head",
     "KnnResult",
     "Neighbors",
     "ProbeResult",
     "Report",
     "Score",
+    "SegmentScore",
+    "Segmentation",
+    "alpha_req",
+    "class_separation",
     "embed",
     "entropy_rank",
     "evaluate",
     "extract",
+    "few_shot_knn",
     "knn",
+    "knn_by_layer",
+    "layer_geometry",
+    "lidar",
     "linear_probe",
+    "mae_probe",
+    "model_lidar",
     "nearest_neighbors",
     "neighbor_images",
+    "participation_ratio",
     "pixel_features",
     "rankme",
+    "ranks",
+    "segment",
+    "silhouette",
+    "spectral_embedding",
+    "spectrum",
+    "stable_rank",
+    "variance_ratio",
 ]

@@ -14,6 +14,35 @@ def world() -> tuple[int, int]:
     return 0, 1
 
 
+def is_main() -> bool:
+    """Whether this process is the one that writes."""
+    return world()[0] == 0
+
+
+def agree(flags: list[bool]) -> list[bool]:
+    """Which flags are up in every process."""
+    if world()[1] == 1 or not flags:
+        return flags
+    votes = torch.tensor(flags, dtype=torch.int32, device=_device())
+    dist.all_reduce(votes, dist.ReduceOp.MIN)
+    return [bool(vote) for vote in votes.tolist()]
+
+
+def sum_over_processes(x: Tensor) -> Tensor:
+    """The sum of every process's `x`, in place."""
+    if world()[1] > 1:
+        there = x.to(_device()) if dist.get_backend() == "nccl" else x
+        dist.all_reduce(there)
+        x.copy_(there)
+    return x
+
+
+def wait_for_all() -> None:
+    """Go on when every process has come here."""
+    if world()[1] > 1:
+        agree([True])
+
+
 def gather_rows(index: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers (n,) and rows (V, n, D) of all processes, sorted by number, each number once."""
     if world()[1] > 1:
@@ -28,7 +57,7 @@ def gather_rows(index: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _all_gather(x: Tensor, dim: int) -> list[Tensor]:
     """`x` of every process, which may differ in length along `dim`."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else x.device
+    device = _device() if dist.get_backend() == "nccl" else x.device
     length = torch.tensor([x.shape[dim]], device=device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, length)
@@ -39,3 +68,9 @@ def _all_gather(x: Tensor, dim: int) -> list[Tensor]:
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded)
     return [part.narrow(dim, 0, int(n)).cpu() for part, n in zip(parts, lengths)]
+
+
+def _device() -> torch.device:
+    """Where the processes' backend wants its tensors."""
+    nccl = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

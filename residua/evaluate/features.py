@@ -2,27 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.data import Batch, DataError, Feed, Preprocessing, Source, Splits, center_view, load, train_view
+from residua.data import DataError, Feed, Preprocessing, Source, Splits, load
 from residua.data.feed import OnBadImage
-from residua.nn import ViT, encoder_of
+from residua.data.source import Subset
+from residua.nn import encoder_of
 from residua.nn.vit import patch_grid
 
-from .distributed import gather_rows, world
+from .cache import Entry, FeatureCache, Writer, weights_hash
+from .distributed import agree, is_main, wait_for_all, world
 from .featureset import Features, FeatureSet, Readout
+from .reading import (
+    Column,
+    EncoderReader,
+    Layers,
+    PixelReader,
+    Reader,
+    View,
+    check_readout,
+    check_readouts,
+    collect_all,
+    frozen,
+    open_feed,
+    pass_over,
+    read,
+    resolve_layers,
+    undisturbed,
+)
 
-Layers = Literal["last", "all"] | Sequence[int]
+__all__ = [
+    "EncoderReader",
+    "ImgSize",
+    "Layers",
+    "PixelReader",
+    "Reader",
+    "Subject",
+    "View",
+    "check_readout",
+    "collect_all",
+    "describe",
+    "encoder_subject",
+    "extract",
+    "frozen",
+    "open_feed",
+    "pick_split",
+    "pixel_features",
+    "pixel_subject",
+    "preprocessing_of",
+    "read",
+    "read_features",
+    "resolve_layers",
+    "undisturbed",
+]
+
 ImgSize: TypeAlias = int | tuple[int, int]
-Reader: TypeAlias = Callable[[Tensor], dict[Any, Tensor]]
-"""Normalised images (B, C, h, w) -> features (B, D) under any keys."""
+Cache: TypeAlias = str | Path | FeatureCache | None
 
 
 def extract(
@@ -30,7 +72,7 @@ def extract(
     data: str | Splits,
     *,
     layers: Layers = "last",
-    readout: Readout = "tokens",
+    readout: Readout | Sequence[Readout] = "tokens",
     img_size: ImgSize | None = None,
     batch_size: int = 256,
     device: str | torch.device | None = None,
@@ -41,35 +83,37 @@ def extract(
     on_bad_image: OnBadImage = "error",
     accelerator: Any = None,
     splits: Sequence[str] = ("train", "test"),
+    cache: Cache = None,
 ) -> Features:
     """Features of a data set's images under a frozen encoder.
 
     `layers` are block indices (negative ones count from the end): the stream after that block's MLP. The last
     is what `forward_features` returns, so after the final norm where there is one. `readout`: class token
-    ("cls"), mean of patch tokens ("patches") or mean of all ("tokens"). Beside the centre view, `views`
-    random crops and flips of each image are read. `limit` takes so many images per split, chosen by `seed`.
-    `on_bad_image="skip"` leaves unreadable images out.
+    ("cls"), mean of patch tokens ("patches") or mean of all ("tokens"); several are read in the same pass, the first is
+    what the result holds itself and `.of("cls")` gives another. Beside the centre view, `views` random crops and flips
+    of each image are read. `limit` takes so many images per split, chosen by `seed`. `on_bad_image="skip"` leaves
+    unreadable images out.
+
+    `cache` is a folder that keeps features (see `residua.evaluate.cache`): what is there is not computed again but
+    memory-mapped, what is not is written there as it is computed and need not fit into memory.
 
     The model is left as it was, in evaluation or training mode, and so is the global random state. Several
     processes share the batches; each receives the whole, equal to what one process would compute.
 
-    >>> feats = extract(model, "cifar100", layers="all", readout="tokens")
-    >>> feats.test.layer(5).shape, feats.train.last.shape
+    >>> feats = extract(model, "cifar100", layers="all", readout=("tokens", "cls"), cache="features")
+    >>> feats.test.layer(5).shape, feats.train.last.shape, feats.train.of("cls").last.shape
     """
     model = accelerator.unwrap_model(model) if accelerator is not None else model
     encoder = encoder_of(model)
-    reader = EncoderReader(encoder, resolve_layers(layers, encoder.depth), check_readout(readout))
+    subject = encoder_subject(encoder, resolve_layers(layers, encoder.depth), check_readouts(readout))
+    if views < 0:
+        raise ValueError(f"views must not be negative, got {views}")
     data = load(data) if isinstance(data, str) else data
     view = View(preprocessing_of(model, data.train, img_size), batch_size, views, seed, bf16)
     device = accelerator.device if device is None and accelerator is not None else device
-    found: dict[str, FeatureSet] = {}
     with frozen(model, device) as where:
-        for split in splits:
-            source = pick_split(data, split, limit, seed)
-            if source is not None:
-                found[split] = collect(open_feed(source, where, view, on_bad_image), reader, view)
-                found[split].readout = readout
-    return _features(found, data, splits)
+        open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image)
+        return _extract({"": subject}, data, splits, limit, view, open_with, open_cache(cache), on_bad_image)
 
 
 def pixel_features(
@@ -91,178 +135,198 @@ def pixel_features(
     mean, std = data.train.stats()
     side = min(size, *data.train.typical_size())
     view = View(Preprocessing((side, side), mean, std, data.train.channels), batch_size, views, seed)
-    found: dict[str, FeatureSet] = {}
-    for split in splits:
-        source = pick_split(data, split, limit, seed)
-        if source is not None:
-            found[split] = collect(open_feed(source, torch.device("cpu"), view), PixelReader(size), view)
-            found[split].readout = "pixels"
-    return _features(found, data, splits)
+    open_with = partial(open_feed, device=torch.device("cpu"), view=view)
+    return _extract({"": pixel_subject(size)}, data, splits, limit, view, open_with, None, "error")
 
 
-def _features(found: dict[str, FeatureSet], data: Splits, splits: Sequence[str]) -> Features:
+@dataclass(frozen=True)
+class Subject:
+    """Something whose features are read: an encoder, or the pixels."""
+
+    reader: Callable[[Sequence[Column]], Reader]
+    """Columns -> what reads just those, keyed by them."""
+    columns: list[Column]
+    identity: Callable[[], dict[str, Any]]
+    """All that the features depend on beside images and transform."""
+
+
+def encoder_subject(encoder: Any, layers: Sequence[int], readouts: tuple[Readout, ...]) -> Subject:
+    """Layers x read-outs of an encoder."""
+
+    def reader(columns: Sequence[Column]) -> Reader:
+        wanted = set(columns)
+        needed = tuple(name for name in readouts if any(name == r for r, _ in columns))
+        whole = EncoderReader(encoder, sorted({i for _, i in columns}), needed)
+        return lambda images: {column: x for column, x in whole(images).items() if column in wanted}
+
+    def identity() -> dict[str, Any]:
+        from residua import __version__
+
+        return {"weights": weights_hash(encoder), "config": encoder.config, "residua": __version__}
+
+    return Subject(reader, [(readout, i) for readout in readouts for i in layers], identity)
+
+
+def pixel_subject(size: int) -> Subject:
+    """The images themselves, no side longer than `size`."""
+    plain = PixelReader(size)
+
+    def reader(_: Sequence[Column]) -> Reader:
+        return lambda images: {("pixels", -1): plain(images)[-1]}
+
+    return Subject(reader, [("pixels", -1)], lambda: {"pixels": size})
+
+
+def open_cache(cache: Cache) -> FeatureCache | None:
+    return FeatureCache(cache) if isinstance(cache, str | Path) else cache
+
+
+def _extract(
+    subjects: Mapping[str, Subject],
+    data: Splits,
+    splits: Sequence[str],
+    limit: int | None,
+    view: View,
+    open_with: Callable[[Source], Feed],
+    cache: FeatureCache | None,
+    on_bad_image: OnBadImage,
+) -> Features:
+    sources = {name: pick_split(data, name, limit, view.seed) for name in splits}
+    found = {
+        name: read_features(subjects, source, open_with, view, cache, on_bad_image)[""]
+        for name, source in sources.items()
+        if source is not None
+    }
     if not found:
         raise DataError(f"{data.name} has none of the splits {', '.join(splits)}")
     return Features(found)
 
 
-@dataclass(frozen=True)
-class EncoderReader:
-    """Pooled tokens of some layers of an encoder, keyed by layer."""
-
-    encoder: ViT
-    layers: Sequence[int]
-    readout: Readout
-
-    def __call__(self, images: Tensor) -> dict[Any, Tensor]:
-        last = self.encoder.depth - 1
-        inner = {f"blocks.{i}.mlp": i for i in self.layers if i != last}
-        out: dict[Any, Tensor] = {}
-
-        def tap(name: str, stream: Tensor) -> None:
-            if name in inner:
-                out[inner[name]] = self._pool(stream)
-
-        tokens = self.encoder.forward_features(images, tap=tap)
-        if last in self.layers:
-            out[last] = self._pool(tokens)
-        return out
-
-    def _pool(self, tokens: Tensor) -> Tensor:
-        tokens = tokens.float()
-        match self.readout:
-            case "cls":
-                return tokens[:, 0]
-            case "patches":
-                return tokens[:, self.encoder.num_prefix_tokens :].mean(1)
-            case _:
-                return tokens.mean(1)
-
-
-@dataclass(frozen=True)
-class PixelReader:
-    """The images themselves, no side longer than `size`, flattened; keyed by -1."""
-
-    size: int
-
-    def __call__(self, images: Tensor) -> dict[Any, Tensor]:
-        side = max(images.shape[2:])
-        if side > self.size:
-            shape = [max(1, round(n * self.size / side)) for n in images.shape[2:]]
-            images = F.interpolate(images, size=shape, mode="bilinear", antialias=True)
-        return {-1: images.flatten(1)}
+def read_features(
+    subjects: Mapping[str, Subject],
+    source: Source,
+    open_with: Callable[[Source], Feed],
+    view: View,
+    cache: FeatureCache | None = None,
+    on_bad_image: OnBadImage = "error",
+) -> dict[str, FeatureSet]:
+    """Features of all subjects: from the cache where it has them, the rest by one pass over the images."""
+    entries: dict[str, Entry] = {}
+    index: Tensor | None = None
+    found: dict[tuple[str, Column], Tensor] = {}
+    if cache is not None:
+        data = source.fingerprint()
+        for name, subject in subjects.items():
+            entries[name] = cache.entry(subject.identity(), data, source, view, on_bad_image)
+            numbers, stored = entries[name].load(subject.columns, view.views)
+            if numbers is not None and (index is None or torch.equal(index, numbers)):
+                index = numbers
+                found |= {(name, column): x for column, x in stored.items()}
+        cache.read += len(found)
+    wanted = [(name, column) for name, subject in subjects.items() for column in subject.columns]
+    there = agree([key in found for key in wanted])
+    missing = [key for key, ok in zip(wanted, there) if not ok]
+    if missing:
+        if cache is not None:
+            cache.computed += len(missing)
+        numbers, computed = _compute(subjects, missing, source, open_with, view, entries)
+        if index is not None and not torch.equal(index, numbers):  # other images are readable now than were then
+            for entry in entries.values():
+                entry.clear()
+            return read_features(subjects, source, open_with, view, cache, on_bad_image)
+        index, found = numbers, found | computed
+    assert index is not None
+    return {name: describe(source, index, {c: found[name, c] for c in s.columns}) for name, s in subjects.items()}
 
 
-@dataclass(frozen=True)
-class View:
-    """How a batch becomes the images that are read."""
+def _compute(
+    subjects: Mapping[str, Subject],
+    missing: Sequence[tuple[str, Column]],
+    source: Source,
+    open_with: Callable[[Source], Feed],
+    view: View,
+    entries: Mapping[str, Entry],
+) -> tuple[Tensor, dict[tuple[str, Column], Tensor]]:
+    """Image numbers and features of the columns that are missing, written to their entries."""
+    parts: dict[str, list[Column]] = {}
+    for name, column in missing:
+        parts.setdefault(name, []).append(column)
+    readers = {name: subjects[name].reader(columns) for name, columns in parts.items()}
 
-    preprocessing: Preprocessing
-    batch_size: int = 256
-    views: int = 0
-    seed: int = 0
-    bf16: bool = False
+    def reader(images: Tensor) -> dict[Any, Tensor]:
+        return {(name, column): x for name, read in readers.items() for column, x in read(images).items()}
 
-    def center(self, batch: Batch) -> Tensor:
-        p = self.preprocessing
-        return center_view(batch, p.img_size, p.mean, p.std, p.crop_pct, p.interpolation)
-
-    def random(self, batch: Batch, number: int) -> Tensor:
-        p = self.preprocessing
-        return train_view(batch, p.img_size, p.mean, p.std, seed=self.seed, epoch=number, interpolation=p.interpolation)
-
-
-def open_feed(source: Source, device: torch.device, view: View, on_bad_image: OnBadImage = "error") -> Feed:
-    """The feed that serves a view."""
-    return Feed(source, device, img_size=view.preprocessing.img_size, on_bad_image=on_bad_image)
-
-
-def read(
-    feed: Feed, reader: Reader, view: View, batches: Sequence[Tensor]
-) -> Iterator[tuple[Tensor, dict[Any, Tensor]]]:
-    """Per batch: image numbers (b,) and features (1 + views, b, D) on the CPU, centre view first.
-
-    An unreadable image that the feed replaced by another is left out.
-    """
-    for wanted, batch in zip(batches, feed.iterate(batches)):
-        index = batch.index.cpu()
-        keep = index == wanted
-        out = _read_batch(batch, reader, view)
-        yield index[keep], {key: x[:, keep] for key, x in out.items()}
-
-
-@torch.inference_mode()
-def _read_batch(batch: Batch, reader: Reader, view: View) -> dict[Any, Tensor]:
-    images = [view.center(batch)] + [view.random(batch, v) for v in range(view.views)]
-    with torch.autocast(batch.pixels.device.type, torch.bfloat16, enabled=view.bf16):
-        parts = [reader(x) for x in images]
-    return {key: torch.stack([p[key].float() for p in parts]).cpu() for key in parts[0]}
-
-
-def collect_all(feed: Feed, reader: Reader, view: View) -> tuple[Tensor, dict[Any, Tensor]]:
-    """Image numbers (N,) in order and features (1 + views, N, D), read by all processes together.
-
-    Process r takes batches r, r + world, ...: the batches are those of a single process, so are the numbers.
-    """
-    rank, size = world()
-    batches = torch.arange(len(feed)).split(view.batch_size)
-    numbers: list[Tensor] = []
-    rows: list[dict[Any, Tensor]] = []
-    for index, features in read(feed, reader, view, batches[rank::size] or batches[:1]):
-        numbers.append(index)
-        rows.append(features)
-    index = torch.cat(numbers)
-    whole: dict[Any, Tensor] = {}
-    for key in list(rows[0]):
-        mine = torch.cat([features.pop(key) for features in rows], 1)
-        number, whole[key] = gather_rows(index, mine)
-    return number, whole
-
-
-def collect(feed: Feed, reader: Reader, view: View) -> FeatureSet:
-    """A FeatureSet of everything in the feed; the reader's keys are layers."""
-    with undisturbed():
-        index, features = collect_all(feed, reader, view)
-    return describe(feed.source, index, features)
-
-
-def describe(source: Source, index: Tensor, features: dict[int, Tensor]) -> FeatureSet:
-    """Features (1 + views, N, D) of images `index` with their labels and names."""
-    return FeatureSet(
-        features={i: x[0] for i, x in features.items()},
-        labels=None if source.labels is None else torch.from_numpy(source.labels)[index],
-        ids=[source.identify(i) for i in index.tolist()],
-        views={i: x[1:] for i, x in features.items() if len(x) > 1},
-        index=index,
-    )
-
-
-@contextmanager
-def frozen(model: nn.Module, device: str | torch.device | None = None) -> Iterator[torch.device]:
-    """The model in evaluation mode on `device` (its own by default), put back as it was afterwards."""
-    home = next(model.parameters()).device
-    where = home if device is None else torch.device(device)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    if where != home:
-        model.to(where)
+    feed = open_with(source)
     try:
-        yield where
+        if not entries:
+            index, features = collect_all(feed, reader, view)
+            return _in_source(feed, source, index), features
+        with _Shelf({name: entries[name] for name in parts}, len(feed)) as shelf:
+            if world()[1] == 1:
+                index = _in_source(feed, source, pass_over(feed, reader, view, shelf))
+                return index, shelf.finish(index, parts, view.views)
+            index, features = collect_all(feed, reader, view)
+            index = _in_source(feed, source, index)
+            if is_main():
+                shelf.add(features)
+                shelf.finish(index, parts, view.views)
+        wait_for_all()
+        return index, features
     finally:
-        for module, mode in modes:
-            module.training = mode
-        if where != home:
-            model.to(home)
+        feed.close()
 
 
-@contextmanager
-def undisturbed(seed: int | None = None) -> Iterator[None]:
-    """Leaves the global random state as it was; `seed` sets that of the CPU inside."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed devices, later
-        yield
+class _Shelf:
+    """Distributes what is read to the cache entries of several subjects."""
+
+    def __init__(self, entries: Mapping[str, Entry], count: int) -> None:
+        self.entries, self.count = entries, count
+        self.writers: dict[str, Writer] = {}
+
+    def __enter__(self) -> _Shelf:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in self.writers.values():  # those that finished have nothing left to remove
+            writer.abandon()
+
+    def add(self, rows: dict[Any, Tensor]) -> None:
+        if not self.writers:
+            for name, entry in self.entries.items():
+                self.writers[name] = entry.writer().begin(self.count)
+        for name, writer in self.writers.items():
+            writer.add({column: x for (owner, column), x in rows.items() if owner == name})
+
+    def finish(
+        self, index: Tensor, parts: Mapping[str, Sequence[Column]], views: int
+    ) -> dict[tuple[str, Column], Tensor]:
+        found: dict[tuple[str, Column], Tensor] = {}
+        for name, writer in self.writers.items():
+            stored = writer.finish(index)
+            found |= {(name, column): stored[column][: 1 + views] for column in parts[name]}
+        return found
+
+
+def _in_source(feed: Feed, source: Source, index: Tensor) -> Tensor:
+    """Numbers in the source, where the feed left unreadable images out and counts without them."""
+    if feed.source is source:
+        return index
+    assert isinstance(feed.source, Subset)
+    return torch.from_numpy(feed.source.indices)[index]
+
+
+def describe(source: Source, index: Tensor, features: Mapping[Column, Tensor]) -> FeatureSet:
+    """Features (1 + views, N, D) of images `index` with their labels and names; the first read-out is the set's own."""
+    labels = None if source.labels is None else torch.from_numpy(source.labels)[index]
+    ids = [source.identify(i) for i in index.tolist()]
+
+    def part(readout: str) -> FeatureSet:
+        own = {i: x for (name, i), x in features.items() if name == readout}
+        views = {i: x[1:] for i, x in own.items() if len(x) > 1}
+        return FeatureSet({i: x[0] for i, x in own.items()}, labels, ids, readout, views, index)
+
+    first, *others = dict.fromkeys(name for name, _ in features)
+    return replace(part(first), others={name: part(name) for name in others})
 
 
 def preprocessing_of(model: nn.Module, train: Source, img_size: ImgSize | None = None) -> Preprocessing:
@@ -291,23 +355,3 @@ def pick_split(data: Splits, name: str, limit: int | None = None, seed: int = 0)
         return source
     chosen = torch.randperm(len(source), generator=torch.Generator().manual_seed(seed))[:limit]
     return source.subset(chosen.sort().values.tolist())
-
-
-def resolve_layers(layers: Layers, depth: int) -> list[int]:
-    """Block indices in order, from "last", "all" or numbers."""
-    if layers == "last":
-        return [depth - 1]
-    if layers == "all":
-        return list(range(depth))
-    if isinstance(layers, str) or not layers:
-        raise ValueError(f'layers must be "last", "all" or block indices, got {layers!r}')
-    wrong = [i for i in layers if not -depth <= i < depth]
-    if wrong:
-        raise ValueError(f"layers {wrong} do not exist: the encoder has {depth} blocks, 0 to {depth - 1}")
-    return sorted({i % depth for i in layers})
-
-
-def check_readout(readout: str) -> Any:
-    if readout not in get_args(Readout):
-        raise ValueError(f"unknown readout {readout!r}; there are {', '.join(get_args(Readout))}")
-    return readout

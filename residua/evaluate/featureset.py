@@ -29,6 +29,18 @@ class FeatureSet:
     """Block index -> (V, N, D), V random augmentations of every image."""
     index: Tensor | None = None
     """Positions of the images in their source."""
+    others: dict[str, FeatureSet] = field(default_factory=dict)
+    """The same images under further read-outs, where several were extracted."""
+
+    @property
+    def readouts(self) -> list[str]:
+        return [self.readout, *self.others]
+
+    def of(self, readout: str) -> FeatureSet:
+        """The same images under one read-out."""
+        if readout not in self.readouts:
+            raise KeyError(f"read-out {readout!r} was not extracted; there are {', '.join(self.readouts)}")
+        return self.others.get(readout, replace(self, others={}))
 
     @property
     def targets(self) -> Tensor:
@@ -55,7 +67,8 @@ class FeatureSet:
     def only(self, i: int) -> FeatureSet:
         """The same images with one layer."""
         views = {i: self.views[i]} if i in self.views else {}
-        return replace(self, features={i: self.layer(i)}, views=views)
+        others = {name: other.only(i) for name, other in self.others.items()}
+        return replace(self, features={i: self.layer(i)}, views=views, others=others)
 
     def subset(self, rows: Tensor) -> FeatureSet:
         """The same layers for some of the images."""
@@ -66,6 +79,7 @@ class FeatureSet:
             readout=self.readout,
             views={i: x[:, rows] for i, x in self.views.items()},
             index=None if self.index is None else self.index[rows],
+            others={name: other.subset(rows) for name, other in self.others.items()},
         )
 
     def __len__(self) -> int:
@@ -116,8 +130,10 @@ def as_featureset(data: Labelled, what: str = "data") -> FeatureSet:
             raise TypeError(f"{what}: expected a FeatureSet or a (features, labels) pair, got {type(data).__name__}")
         x, y = data
         data = FeatureSet({-1: as_matrix(x, what)}, None if y is None else torch.as_tensor(y))
-    for x in data.features.values():
-        as_matrix(x, what)
+    for name in data.readouts:
+        own = data.of(name)
+        for layer, x in own.features.items():
+            as_matrix(x, what if layer < 0 else f"{what}, layer {layer}, read-out {name}")
     if data.labels is None:
         raise ValueError(f"{what}: this score needs labels and there are none; rank and neighbours work without")
     if len(data.labels) != len(data):

@@ -7,14 +7,16 @@ serves them all, and features are read once.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
+
+from .adamw import few_threads, fit_adamw
+
+__all__ = ["fit_adamw", "fit_lbfgs", "gradient", "logits"]
 
 
 def logits(params: Tensor, x: Tensor) -> Tensor:
@@ -28,71 +30,6 @@ def gradient(probs: Tensor, x: Tensor, y: Tensor) -> Tensor:
     index = y[None, :, None, None].expand(*probs.shape[:3], 1)
     g = probs.scatter_add_(3, index, probs.new_full((1, 1, 1, 1), -1.0).expand_as(index)).flatten(2)
     return torch.cat([torch.bmm(x.mT, g), g.sum(1, keepdim=True)], 1).unflatten(2, probs.shape[2:])
-
-
-def fit_adamw(
-    x: Tensor,
-    y: Tensor,
-    classes: int,
-    lr: Tensor,
-    weight_decay: Tensor,
-    *,
-    epochs: int,
-    batch_size: int,
-    warmup: float = 0.0,
-    seed: int = 0,
-) -> Tensor:
-    """AdamW on cross-entropy, every head in one pass; returns the parameters (L, D + 1, R, C).
-
-    `x` is (L, V, N, D): where V > 1 one of the V views is drawn per image and epoch. `lr` and `weight_decay`
-    are (L, R). The rate rises over the first `warmup` share of the steps, then follows a cosine to zero.
-    Every image is seen once per epoch; batches have equal size to within one image. Heads start at zero.
-    """
-    (layers, views, n, dim), settings = x.shape, lr.shape[1]
-    rows = x.flatten(1, 2)
-    params = x.new_zeros(layers, dim + 1, settings, classes)
-    m, v = torch.zeros_like(params), torch.zeros_like(params)
-    rate = lr.to(x)[:, None, :, None]
-    shrink = rate * weight_decay.to(x)[:, None, :, None]
-    generator = torch.Generator().manual_seed(seed)
-    per_epoch = math.ceil(n / batch_size)
-
-    def update(g: Tensor, step: int) -> None:
-        m.lerp_(g, 0.1)
-        v.mul_(0.999).addcmul_(g, g, value=0.001)
-        now = _cosine(step - 1, epochs * per_epoch, warmup)
-        denominator = (v / (1 - 0.999**step)).sqrt_().add_(1e-8)
-        params.mul_(1 - now * shrink).sub_((m * (now / (1 - 0.9**step) * rate)).div_(denominator))
-
-    with _few_threads(params.numel() * batch_size, x.device):
-        for epoch in range(epochs):
-            order = torch.randperm(n, generator=generator)
-            pick = order + n * torch.randint(views, (n,), generator=generator)
-            order, pick = order.to(x.device), pick.to(x.device)
-            for i, (image, row) in enumerate(zip(order.tensor_split(per_epoch), pick.tensor_split(per_epoch))):
-                batch = rows[:, row]
-                g = gradient(logits(params, batch).softmax(-1), batch, y[image]).div_(len(row))
-                update(g, epoch * per_epoch + i + 1)
-    return params
-
-
-@contextmanager
-def _few_threads(work: int, device: torch.device) -> Iterator[None]:
-    """One thread for steps so small that waiting for a second costs more than it saves."""
-    before = torch.get_num_threads()
-    if device.type == "cpu" and work < 2**23:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _cosine(step: int, total: int, warmup: float) -> float:
-    ramp = warmup * total
-    if step < ramp:
-        return (step + 1) / ramp
-    return 0.5 * (1 + math.cos(math.pi * (step - ramp) / max(total - ramp, 1)))
 
 
 def fit_lbfgs(
@@ -121,7 +58,7 @@ def fit_lbfgs(
             curvature = (energy / classes + penalty).clamp_min(1e-6 / classes).to(x)
             scale = torch.cat([curvature, curvature.new_full((1,), 1 / classes)]).rsqrt()[:, None]
             objective = partial(_objective, z=z, y=y, scale=scale, penalty=penalty)
-            with _few_threads(len(z) * w.numel(), x.device):
+            with few_threads(len(z) * w.numel(), x.device):
                 w = scale * _minimise(objective, w / scale, iterations, tolerance)
             params[i, :-1, r], params[i, -1, r] = axes @ w[:-1], w[-1]
     return params

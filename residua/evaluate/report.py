@@ -51,6 +51,7 @@ class Report:
 
     data: str
     readout: str
+    """Several are separated by a comma and a space; each score's settings name its own."""
     layers: list[int]
     img_size: tuple[int, int]
     n_train: int
@@ -91,32 +92,57 @@ class Report:
         names = list(dict.fromkeys(s.name for s in self.scores if s.subject == MODEL))
         for heading in ("", *names):
             table.add_column(heading, justify="right" if heading else "left")
-        several = len(self.layers) > 1
-        chosen = {s.layer for s in self.scores if s.subject == MODEL and s.settings.get("selected") and several}
-        rows = [(f"layer {i}{' *' * (i in chosen)}" if several else MODEL, MODEL, i) for i in self.layers]
+        for label, subject, layer, readout, last in self._rows():
+            own = [s for s in self.scores if (s.subject, s.layer) == (subject, layer)]
+            cells = {s.name: str(s) for s in own if s.settings.get("readout", readout) == readout}
+            table.add_row(label, *(cells.get(name, NOTHING) for name in names), end_section=last)
+        return table
+
+    def _rows(self) -> list[tuple[str, str, int, str, bool]]:
+        """Label, subject, layer, read-out, and whether a line follows: the model's, then the baselines'."""
+        readouts = self.readout.split(", ")
+        several = len(self.layers) > 1 or len(readouts) > 1
+        chosen = {
+            (s.layer, s.settings.get("readout", self.readout))
+            for s in self.scores
+            if s.subject == MODEL and s.settings.get("selected") and several
+        }
+
+        def label(layer: int, readout: str, word: str = "layer ") -> str:
+            return f"{word}{layer}{f', {readout}' * (len(readouts) > 1)}"
+
+        pairs = [(layer, readout) for readout in readouts for layer in self.layers]
+        rows = [
+            (label(*pair) + " *" * (pair in chosen) if several else MODEL, MODEL, *pair, pair == pairs[-1])
+            for pair in pairs
+        ]
         if any(s.subject != MODEL for s in self.scores):
             last = self.layers[-1]
-            rows += [(f"{RANDOM}, {last}" if several else RANDOM, RANDOM, last), (PIXELS, PIXELS, -1)]
-        for label, subject, layer in rows:
-            cells = {s.name: str(s) for s in self.scores if (s.subject, s.layer) == (subject, layer)}
-            table.add_row(
-                label, *(cells.get(name, NOTHING) for name in names), end_section=label == rows[len(self.layers) - 1][0]
-            )
-        return table
+            rows += [(label(last, r, f"{RANDOM}, ") if several else RANDOM, RANDOM, last, r, False) for r in readouts]
+            rows.append((PIXELS, PIXELS, -1, "pixels", False))
+        return rows
 
     def _caption(self) -> str:
         lines = []
-        own = {s.metric: s for s in self.scores if s.subject == MODEL}
-        if probe := own.get("linear probe"):
-            s = probe.settings
+        own = [s for s in self.scores if s.subject == MODEL]
+        probes = [s for s in own if s.metric == "linear probe"]
+        if probes:
+            s = max(probes, key=lambda score: score.settings.get("selected", False)).settings
             steps = f", {s['epochs']} epochs" if s["epochs"] else ""
             lines.append(f"probe: {s['protocol']} protocol{steps}")
-            chosen = "settings and layer (*)" if len(self.layers) > 1 else "settings"
+            several = len(self.layers) > 1 or ", " in self.readout
+            what = "read-out" if len(self.layers) == 1 else "layer, read-out" if ", " in self.readout else "layer"
+            chosen = f"settings{',' if ',' in what else ' and'} {what} (*)" if several else "settings"
             if s["holdout"]:
                 lines.append(f"probe: {chosen} from {s['holdout']:.0%} held out of train")
-        if rank := own.get("entropy rank"):
-            collapsed = "; collapsed: all features alike" if rank.settings.get("collapsed") else ""
-            lines.append(f"ranks: {rank.settings['n']:,} {rank.settings['of']} images{collapsed}")
+        for metric, found in (("kNN", [s for s in own if s.metric == "kNN"]), ("probe", probes)):
+            lines += _uncertainty(metric, found)
+        ranks = [s for s in own if s.metric == "entropy rank"]
+        if ranks:
+            lines.append(f"ranks: {ranks[-1].settings['n']:,} {ranks[-1].settings['of']} images")
+        if any(s.settings.get("collapsed") for s in own):
+            where = {(s.layer, s.settings.get("readout", "")) for s in own if s.settings.get("collapsed")}
+            lines.append("collapsed: all features alike in " + ", ".join(f"layer {i} {r}" for i, r in sorted(where)))
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,6 +180,20 @@ class Report:
             {"query": name[q], "neighbors": [name[i] for i in row], "similarity": similarity}
             for q, row, similarity in zip(n.queries.tolist(), n.indices.tolist(), n.similarity.tolist())
         ]
+
+
+def _uncertainty(metric: str, scores: list[Score]) -> list[str]:
+    """A line on the score to quote: its interval, and the top-5 accuracy where there is one."""
+    known = [s for s in scores if "interval" in s.settings]
+    if not known:
+        return []
+    s = max(known, key=lambda score: (score.settings.get("selected", False), score.layer))
+    low, high = s.settings["interval"]
+    parts = [f"95 % interval {low:.1f} to {high:.1f} (Wilson)"]
+    top5 = s.settings.get("top5")
+    if top5 is not None and not math.isnan(top5):
+        parts.append(f"top-5 {top5:.1f} %")
+    return [f"{metric}, {s.value:.1f} %: " + ", ".join(parts)]
 
 
 def _finite(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,32 +13,40 @@ from torch import Tensor, nn
 
 from residua.data import Feed, Source, Splits, load
 from residua.data.feed import OnBadImage
+from residua.data.source import Subset
 from residua.nn import ViT, create_model, encoder_of
 
+from .distributed import is_main
 from .features import (
-    EncoderReader,
+    Cache,
     ImgSize,
     Layers,
-    PixelReader,
+    Subject,
     View,
-    check_readout,
-    collect_all,
-    describe,
+    encoder_subject,
     frozen,
+    open_cache,
     open_feed,
     pick_split,
+    pixel_subject,
     preprocessing_of,
+    read_features,
     resolve_layers,
     undisturbed,
 )
 from .featureset import FeatureSet, Readout
+from .interval import wilson
 from .knn import knn as knn_score
 from .neighbors import nearest_neighbors
-from .probe import PROTOCOLS, Protocol, linear_probe, split
+from .online import Progress, probe_online
+from .probe import linear_probe
+from .protocols import PROTOCOLS, ProbeResult, Protocol, resolve_recipe, split
 from .rank import CollapsedError, entropy_rank, rankme
+from .reading import check_readouts
 from .report import MODEL, PIXELS, RANDOM, Report, Score
 
 Subjects = dict[str, tuple[FeatureSet, FeatureSet | None]]
+Open = Callable[[Source], Feed]
 _TEST_SHARE = 0.2  # of the training images, where a labelled data set brings no test split
 
 
@@ -49,10 +58,11 @@ def evaluate(
     probe: Protocol | None = "simple",
     rank: bool = True,
     layers: Layers = "last",
-    readout: Readout = "tokens",
+    readout: Readout | Sequence[Readout] = "tokens",
     k: int | Sequence[int] = 20,
     temperature: float = 0.07,
     learning_rates: Sequence[float] | None = None,
+    weight_decays: Sequence[float] | None = None,
     epochs: int | None = None,
     views: int = 3,
     baselines: bool = True,
@@ -66,15 +76,22 @@ def evaluate(
     bf16: bool = False,
     on_bad_image: OnBadImage = "error",
     accelerator: Any = None,
+    cache: Cache = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Score a frozen encoder; every score stands beside the same encoder untrained and raw pixels.
 
     kNN and probe need labels of two classes or more; without, there are ranks and `neighbors` nearest
     neighbours to look at. Where labelled data has no test split, a fifth of the training images (stratified,
     by `seed`) is the test set. No `k` exceeds the number of training images. One pass over the images serves
-    the model and both baselines. `views` random views per training image are read for the cached probe only.
+    the model and both baselines, all layers and all read-outs; with `cache`, a folder, a second evaluation needs none.
+    `views` random views per training image are read for the cached probe only. The "mae" probe passes the images
+    through the encoder again in every epoch, and tells `progress` epochs done and in all.
 
-    >>> report = evaluate(model, "cifar100", probe="lbfgs", layers="all")
+    Accuracies stand with their 95 % interval over the test images (Wilson). Features that are all alike get no
+    accuracy: NaN, with `collapsed` among the score's settings.
+
+    >>> report = evaluate(model, "cifar100", probe="lbfgs", layers="all", readout=("tokens", "cls"))
     >>> rich.print(report.table()); report.save("scores.json")
     """
     if probe is not None and probe not in PROTOCOLS:
@@ -83,21 +100,32 @@ def evaluate(
     device = accelerator.device if device is None and accelerator is not None else device
     data = load(data) if isinstance(data, str) else data
     encoder = encoder_of(model)
-    chosen = resolve_layers(layers, encoder.depth)
+    chosen, readouts = resolve_layers(layers, encoder.depth), check_readouts(readout)
     view = View(preprocessing_of(model, data.train, img_size), batch_size, seed=seed, bf16=bf16)
-    readers: dict[str, Any] = {MODEL: EncoderReader(encoder, chosen, check_readout(readout))}
+    options = {"learning_rates": learning_rates, "weight_decays": weight_decays, "epochs": epochs}
+    if probe is not None:
+        resolve_recipe(probe, len(data.train), **options)  # type: ignore[arg-type]
+    readers = {MODEL: encoder_subject(encoder, chosen, readouts)}
+    results: dict[str, ProbeResult | None] = {}
     with frozen(model, device) as where:
         if baselines:
-            readers[RANDOM] = EncoderReader(untrained(encoder, seed).to(where), chosen, readout)
-            readers[PIXELS] = PixelReader(pixel_size)
+            readers[RANDOM] = encoder_subject(untrained(encoder, seed).to(where), chosen, readouts)
+            readers[PIXELS] = pixel_subject(pixel_size)
         open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image)
         wanted = views if probe == "cached" and data.train.labels is not None else 0
-        subjects = _read_splits(readers, data, replace(view, views=wanted), limit, open_with)
-    subjects, labelled, note = _test_set(subjects, seed)
+        sources = {name: pick_split(data, name, limit, seed) for name in ("train", "test")}
+        read = partial(read_features, readers, open_with=open_with, cache=open_cache(cache), on_bad_image=on_bad_image)
+        whole = {name: read(source, view=_viewed(view, name, wanted)) for name, source in sources.items() if source}
+        subjects = {name: (whole["train"][name], whole.get("test", {}).get(name)) for name in readers}
+        subjects, labelled, note = _test_set(subjects, seed)
+        if labelled and probe == "mae":
+            results = _probe_online(readers, subjects, sources, view, open_with, options, progress)
+    if labelled and probe is not None and probe != "mae":
+        results = _probe_features(subjects, probe, options | {"seed": seed, "device": where})
     train, test = subjects[MODEL]
     report = Report(
         data=data.name,
-        readout=readout,
+        readout=", ".join(readouts),
         layers=chosen,
         img_size=view.preprocessing.img_size,
         n_train=len(train),
@@ -107,14 +135,18 @@ def evaluate(
     )
     if labelled and knn:
         _add_knn(report, subjects, k, temperature, where)
-    if labelled and probe:
-        options = {"learning_rates": learning_rates, "epochs": epochs, "seed": seed, "device": where}
-        _add_probe(report, subjects, probe, options)
+    for name, result in results.items():
+        _add_probe(report, name, subjects[name][0], result, str(probe))
     if rank:
         _add_rank(report, subjects)
     if neighbors:
         _add_neighbors(report, test or train, neighbors, seed)
     return report
+
+
+def _viewed(view: View, part: str, views: int) -> View:
+    """Only training images are seen in random views."""
+    return replace(view, views=views if part == "train" else 0)
 
 
 def untrained(encoder: ViT, seed: int = 0) -> ViT:
@@ -129,30 +161,6 @@ def untrained(encoder: ViT, seed: int = 0) -> ViT:
         return encoder_of(create_model(**config)).eval()
 
 
-def _read_splits(
-    readers: dict[str, Any], data: Splits, view: View, limit: int | None, open_with: Callable[[Source], Feed]
-) -> Subjects:
-    """(train, test) features of every reader, by one pass over each split; only training images get views."""
-
-    def reader(images: Tensor) -> dict[Any, Tensor]:
-        return {(name, i): x for name, read in readers.items() for i, x in read(images).items()}
-
-    found: dict[str, dict[str, FeatureSet]] = {"train": {}, "test": {}}
-    for part in found:
-        source: Source | None = pick_split(data, part, limit, view.seed)
-        if source is None:
-            continue
-        feed = open_with(source)
-        with undisturbed():
-            index, features = collect_all(feed, reader, view if part == "train" else replace(view, views=0))
-        for name in readers:
-            layers = {i: x for (owner, i), x in features.items() if owner == name}
-            found[part][name] = describe(feed.source, index, layers)
-            found[part][name].readout = "pixels" if name == PIXELS else readers[MODEL].readout
-        feed.close()
-    return {name: (found["train"][name], found["test"].get(name)) for name in readers}
-
-
 def _test_set(subjects: Subjects, seed: int) -> tuple[Subjects, bool, str]:
     """The subjects with a test set each, whether there are labels, and where the test set came from."""
     train, test = subjects[MODEL]
@@ -165,6 +173,24 @@ def _test_set(subjects: Subjects, seed: int) -> tuple[Subjects, bool, str]:
     return parts, True, f"{_TEST_SHARE:.0%} of the training images"
 
 
+def _columns(features: FeatureSet) -> list[tuple[str, int]]:
+    return [(readout, layer) for readout in features.readouts for layer in features.of(readout).layers]
+
+
+def _common(report: Report, readout: str) -> dict[str, Any]:
+    """What every score depends on."""
+    return {"readout": readout, "n_train": report.n_train, "n_test": report.n_test, "seed": report.seed}
+
+
+def _accuracy(report: Report, metric: str, subject: str, layer: int, value: float, settings: dict[str, Any]) -> None:
+    """An accuracy with its interval; NaN where the features collapsed."""
+    if math.isnan(value):
+        settings = settings | {"collapsed": True}
+    else:
+        settings = settings | {"interval": list(wilson(value, report.n_test)), "interval_of": "95 %, Wilson"}
+    report.scores.append(Score(metric, subject, layer, value, "%", settings))
+
+
 def _add_knn(
     report: Report, subjects: Subjects, k: int | Sequence[int], temperature: float, device: torch.device
 ) -> None:
@@ -172,34 +198,116 @@ def _add_knn(
     ks = sorted({min(n, most) for n in ([k] if isinstance(k, int) else k)})
     for name, (train, test) in subjects.items():
         assert test is not None
-        for layer in train.layers:
-            results = knn_score(train.only(layer), test.only(layer), k=ks, temperature=temperature, device=device)
-            for n, result in results.items():
-                settings = {"k": n, "T": temperature}
-                report.scores.append(Score("kNN", name, layer, result.accuracy, "%", settings))
+        for readout, layer in _columns(train):
+            sides = [part.of(readout).only(layer) for part in (train, test)]
+            try:
+                results = knn_score(*sides, k=ks, temperature=temperature, device=device)
+                found = {n: result.accuracy for n, result in results.items()}
+            except CollapsedError:
+                found = dict.fromkeys(ks, math.nan)
+            for n, accuracy in found.items():
+                settings = {"k": n, "T": temperature} | _common(report, readout)
+                _accuracy(report, "kNN", name, layer, accuracy, settings)
 
 
-def _add_probe(report: Report, subjects: Subjects, protocol: Protocol, options: dict[str, Any]) -> None:
+def _probe_features(subjects: Subjects, protocol: Protocol, options: dict[str, Any]) -> dict[str, ProbeResult | None]:
+    """The probe of every subject; None where all its features collapsed."""
+    results: dict[str, ProbeResult | None] = {}
     for name, (train, test) in subjects.items():
         assert test is not None
-        result = linear_probe(train, test, protocol=protocol, **options)
+        try:
+            results[name] = linear_probe(train, test, protocol=protocol, **options)
+        except CollapsedError:
+            sides = [_without(part, _collapsed(train)) for part in (train, test)]
+            whole = [side for side in sides if side is not None]
+            results[name] = linear_probe(*whole, protocol=protocol, **options) if whole else None
+    return results
+
+
+def _probe_online(
+    readers: dict[str, Subject],
+    subjects: Subjects,
+    sources: dict[str, Source | None],
+    view: View,
+    open_with: Open,
+    options: dict[str, Any],
+    progress: Progress | None,
+) -> dict[str, ProbeResult | None]:
+    """The "mae" probe of all subjects, by the same passes over the images."""
+    sound = {}
+    for name, reader in readers.items():
+        gone = _collapsed(subjects[name][0])
+        columns = [column for column in reader.columns if column not in gone]
+        if columns:
+            sound[name] = replace(reader, columns=columns)
+    train, test = subjects[MODEL]
+    source, other = sources["train"], sources["test"]
+    assert test is not None
+    assert source is not None
+    feed = open_with(source)
+    feeds = [feed, open_with(other) if other is not None and other.labels is not None else feed]
+    rows = [_positions(feed, part) for feed, part in zip(feeds, (train, test))]
+    recipe = resolve_recipe("mae", len(train), **options)
+    try:
+        found = probe_online(sound, feeds, rows, view, recipe, progress=progress if is_main() else None)
+    finally:
+        for feed in feeds:
+            feed.close()
+    return {name: found.get(name) for name in readers}
+
+
+def _positions(feed: Feed, features: FeatureSet) -> Tensor:
+    """Where a feed has the images of some features; it may count without unreadable ones."""
+    assert features.index is not None
+    if isinstance(feed.source, Subset) and feed.skipped:
+        return torch.searchsorted(torch.from_numpy(feed.source.indices), features.index)
+    return features.index
+
+
+def _collapsed(features: FeatureSet) -> list[tuple[str, int]]:
+    """Columns in which all images have the same features."""
+
+    def alike(x: Tensor) -> bool:
+        return bool(((x - x[:1]).abs().amax(0) <= 1e-6 * x[0].abs()).all())
+
+    return [(readout, i) for readout, i in _columns(features) if alike(features.of(readout).layer(i))]
+
+
+def _without(features: FeatureSet, gone: Sequence[tuple[str, int]]) -> FeatureSet | None:
+    """The features less some columns; None where none are left."""
+    kept = []
+    for readout in features.readouts:
+        part = features.of(readout)
+        layers = [i for i in part.layers if (readout, i) not in gone]
+        if layers:
+            views = {i: part.views[i] for i in layers if i in part.views}
+            kept.append(replace(part, features={i: part.layer(i) for i in layers}, views=views))
+    return replace(kept[0], others={part.readout: part for part in kept[1:]}) if kept else None
+
+
+def _add_probe(report: Report, name: str, train: FeatureSet, result: ProbeResult | None, protocol: str) -> None:
+    if result is not None:
         report.probes[name] = result.to_dict()
-        for layer, accuracy in result.by_layer.items():
-            settings = {
-                "protocol": protocol,
-                "epochs": result.epochs,
-                "holdout": result.holdout,
-                "selected": layer == result.best.layer,
-            }
-            report.scores.append(Score("linear probe", name, layer, accuracy, "%", settings))
+    tested = {(t.readout, t.layer): t for t in result.tested} if result is not None else {}
+    for readout, layer in _columns(train):
+        settings: dict[str, Any] = {"protocol": protocol} | _common(report, readout)
+        own = tested.get((readout, layer))
+        if result is None or own is None:
+            settings |= {"epochs": 0, "holdout": 0.0, "selected": False}
+            _accuracy(report, "linear probe", name, layer, math.nan, settings)
+            continue
+        settings |= {name: getattr(result, name) for name in ("epochs", "batch_size", "holdout", "precision")}
+        settings |= {"selected": (readout, layer) == (result.best.readout, result.best.layer), "top5": own.top5}
+        settings |= {"learning_rate": own.learning_rate, "weight_decay": own.weight_decay}
+        _accuracy(report, "linear probe", name, layer, own.accuracy, settings)
 
 
 def _add_rank(report: Report, subjects: Subjects) -> None:
     for name, (train, test) in subjects.items():
         measured = test or train
-        for layer in measured.layers:
-            x = measured.layer(layer)
-            settings = {"n": len(x), "of": "test" if test else "train"}
+        for readout, layer in _columns(measured):
+            x = measured.of(readout).layer(layer)
+            settings = {"n": len(x), "of": "test" if test else "train"} | _common(report, readout)
             try:
                 values = entropy_rank(x), rankme(x)
             except CollapsedError:

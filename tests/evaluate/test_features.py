@@ -13,7 +13,7 @@ from PIL import Image
 
 import residua.evaluate
 from residua.data import Batch, DataError, Preprocessing, Splits, center_view, load, train_view
-from residua.evaluate import extract, pixel_features
+from residua.evaluate import extract, mae_probe, pixel_features
 from residua.nn import ViT, create_model
 
 
@@ -48,6 +48,20 @@ def test_features_are_the_pooled_streams(vit: ViT, noise: Splits, readout: str, 
         torch.testing.assert_close(feats.train.layer(layer), pool(taps[name]), atol=1e-5, rtol=1e-5)
     assert (feats.train.last - pool(taps["blocks.2.mlp"])).abs().max() > 0.01  # the final norm is in
     assert feats.train.readout == readout
+
+
+def test_several_read_outs_come_from_one_pass(vit: ViT, noise: Splits) -> None:
+    both = extract(vit, noise, layers=[0, 2], readout=("patches", "cls"), views=1)
+    for readout in ("patches", "cls"):
+        alone = extract(vit, noise, layers=[0, 2], readout=readout, views=1)
+        for split in ("train", "test"):
+            own, expected = both.splits[split].of(readout), alone.splits[split]
+            assert own.readout == readout
+            assert all(torch.equal(own.layer(i), expected.layer(i)) for i in (0, 2))
+            assert all(torch.equal(own.views[i], expected.views[i]) for i in (0, 2))
+    assert both.train.readout == "patches"
+    with pytest.raises(ValueError, match="at least one readout"):
+        extract(vit, noise, readout=())
 
 
 def test_labels_names_and_order_come_along(vit: ViT, noise: Splits) -> None:
@@ -170,19 +184,25 @@ def test_pixels_are_the_standardised_image(noise: Splits) -> None:
     assert pixel_features(noise, size=1000).train.last.shape == (50, 3 * 16 * 16)
 
 
-def _extract_small() -> tuple[dict, dict, torch.Tensor]:
+def _extract_small(cache: str | None = None) -> tuple[dict, dict, torch.Tensor, float]:
     torch.manual_seed(0)
     model = create_model("vit", img_size=8, patch_size=2, in_chans=1, embed_dim=16, depth=2, num_heads=2)
-    feats = extract(model, "digits", layers="all", batch_size=64, limit=330, views=1)
+    options = {"layers": "all", "batch_size": 64, "limit": 330, "views": 1, "cache": cache}
+    feats = extract(model, "digits", **options)
+    if cache is not None:
+        plain, model.forward_features = model.forward_features, None  # everything is there: nothing is computed
+        feats = extract(model, "digits", **options)
+        model.forward_features = plain
+    probe = mae_probe(model, "digits", limit=100, epochs=1, encoder_batch=16, batch_size=30, learning_rates=(50.0,))
     tiny = extract(model, "digits", batch_size=64, limit=5)  # fewer batches than processes
     assert feats.test is not None
-    return dataclasses.asdict(feats.train), dataclasses.asdict(feats.test), tiny.train.last
+    return dataclasses.asdict(feats.train), dataclasses.asdict(feats.test), tiny.train.last, probe.accuracy
 
 
 def _extract_in_process(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.save(_extract_small(), f"{folder}/{rank}")
+    torch.save(_extract_small(f"{folder}/cache"), f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
@@ -205,6 +225,8 @@ def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
                 assert torch.equal(mine["features"][layer], theirs["features"][layer])
                 assert torch.equal(mine["views"][layer], theirs["views"][layer])
         assert torch.equal(alone[2], shared[2])
+        assert alone[3] == shared[3]
+    assert len(list(tmp_path.glob("cache/*/*/about.json"))) == 2  # one of the two wrote, once per split
 
 
 def test_wrong_inputs(vit: ViT, mae, noise: Splits) -> None:

@@ -33,3 +33,16 @@ def test_only_one_layer_or_some_of_the_rows() -> None:
 def test_missing_labels_are_named() -> None:
     with pytest.raises(ValueError, match="no labels"):
         _ = FeatureSet({0: torch.randn(2, 2)}).targets
+
+
+def test_read_outs_beside_each_other() -> None:
+    f = two_layers()
+    f.others["cls"] = FeatureSet({1: -f.layer(1), 4: -f.layer(4)}, f.labels, f.ids, "cls")
+    assert f.readouts == ["tokens", "cls"]
+    assert torch.equal(f.of("cls").layer(1), -f.of("tokens").layer(1))
+    assert f.of("tokens").readouts == ["tokens"]
+    assert f.only(4).of("cls").layers == [4]
+    rows = torch.tensor([2, 0])
+    assert torch.equal(f.subset(rows).of("cls").last, -f.last[rows])
+    with pytest.raises(KeyError, match="read-out 'patches' was not extracted; there are tokens, cls"):
+        f.of("patches")

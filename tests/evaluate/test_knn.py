@@ -1,10 +1,13 @@
+import math
+
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from sklearn.neighbors import KNeighborsClassifier
 
-from residua.evaluate import FeatureSet, knn
-from residua.evaluate.knn import _top, top_similar
+from residua.evaluate import CollapsedError, FeatureSet, few_shot_knn, knn, knn_by_layer
+from residua.evaluate.knn import NEIGHBOURS, draw_shots, tile, top, top_similar
 
 
 def blobs(n: int, seed: int, classes: int = 10, d: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,13 +51,30 @@ def test_equals_scikit_learn_where_rows_are_long_enough_for_blocks() -> None:
     assert 30 < expected < 95
 
 
-@pytest.mark.parametrize(("n", "k"), [(64 * 40, 5), (64 * 40 + 17, 5), (64 * 40 + 17, 1), (100, 5), (3, 5)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(2560, 5), (2577, 5), (2577, 1), (20_000, 20), (20_011, 200), (100, 5), (3, 5), (5, 5)]
+)
 def test_blockwise_selection_is_topk(n: int, k: int) -> None:
     x = torch.rand(33, n)
     x[:, -1] = 2  # the maximum sits in the remainder
-    value, index = _top(x, k)
+    value, index = top(x, k)
     assert torch.equal(value, x.topk(min(k, n)).values)
     assert torch.equal(x.gather(1, index), value)
+
+
+def test_selection_among_ties_and_with_all_of_the_best_in_one_block() -> None:
+    x = torch.zeros(4, 5000)
+    value, index = top(x, 10)
+    assert not value.any()
+    assert all(len(set(row)) == 10 for row in index.tolist())
+    x[:, 64:84] = torch.arange(1.0, 21)
+    assert top(x, 20)[1].sort().values.tolist() == [list(range(64, 84))] * 4
+
+
+def test_the_usual_k_against_brute_force() -> None:
+    train, test = blobs(1500, 0), blobs(120, 1)
+    found = knn(train, test, k=NEIGHBOURS)
+    assert {k: r.accuracy for k, r in found.items()} == {k: brute_force(train, test, k, 0.07) for k in NEIGHBOURS}
 
 
 def test_the_bank_may_come_in_pieces() -> None:
@@ -82,6 +102,81 @@ def test_only_directions_count_and_small_temperatures_do_not_overflow() -> None:
     scale = torch.rand(300, 1) * 100 + 0.01
     assert knn((x * scale, y), test) == knn((x, y), test)
     assert knn((x, y), test, k=10, temperature=1e-3).accuracy == knn((x, y), test, k=1).accuracy
+
+
+def test_every_layer_at_once() -> None:
+    (x, y), (q, truth) = blobs(200, 0), blobs(80, 1)
+    train, test = FeatureSet({0: x.flip(0), 3: x}, y), FeatureSet({0: q, 3: q}, truth)
+    found = knn_by_layer(train, test, k=(1, 5))
+    assert found == {i: knn(train.only(i), test.only(i), k=(1, 5)) for i in (0, 3)}
+    assert found[0][5].accuracy < found[3][5].accuracy
+    with pytest.raises(ValueError, match="layers"):
+        knn_by_layer(train, test.only(3))
+
+
+def test_a_draw_takes_so_many_of_every_class_and_fewer_are_among_more() -> None:
+    labels = torch.tensor([0] * 5 + [2] * 9 + [3] * 3)[torch.randperm(17)]
+    for seed in range(20):
+        rows = {n: draw_shots(labels, n, (7, seed)) for n in (1, 2, 3)}
+        for n, own in rows.items():
+            assert labels[own].bincount().tolist() == [n, 0, n, n]
+            assert len(own.unique()) == len(own)
+        assert set(rows[1].tolist()) < set(rows[2].tolist()) < set(rows[3].tolist())
+    draws = torch.cat([draw_shots(labels, 1, (0, r)) for r in range(400)]).bincount(minlength=17)
+    share = draws / draws.sum()
+    expected = torch.tensor([1 / 3 / int((labels == c).sum()) for c in labels.tolist()])
+    assert (share - expected).abs().max() < 0.04  # every image of a class has its chance
+
+
+def test_few_shot_is_knn_on_the_drawn_images() -> None:
+    (x, y), test = blobs(400, 0), blobs(150, 1)
+    found = few_shot_knn((x, y), test, shots=4, draws=6, seed=11)
+    expected = []
+    for r in range(6):
+        rows = draw_shots(y, 4, (11, r))
+        expected.append(brute_force((x[rows], y[rows]), test, 4, 0.07))
+    assert list(found.accuracies) == expected
+    assert (found.shots, found.k, found.n_test, found.seed) == (4, 4, 150, 11)
+    assert float(found) == found.mean == pytest.approx(np.mean(expected))
+    assert found.std == pytest.approx(np.std(expected, ddof=1))
+    low, high = stats.t.interval(0.95, 5, loc=np.mean(expected), scale=stats.sem(expected))
+    assert found.ci95 == pytest.approx((high - low) / 2)
+    assert found.to_dict()["ci95"] == found.ci95
+
+
+def test_few_shot_repeats_by_its_seed_and_gains_from_more_images() -> None:
+    train, test = blobs(400, 0), blobs(150, 1)
+    assert few_shot_knn(train, test, shots=2, draws=3) == few_shot_knn(train, test, shots=2, draws=3)
+    longer = few_shot_knn(train, test, shots=2, draws=5).accuracies
+    assert longer[:3] == few_shot_knn(train, test, shots=2, draws=3).accuracies
+    assert longer != few_shot_knn(train, test, shots=2, draws=5, seed=1).accuracies
+    assert few_shot_knn(train, test, shots=1).mean < few_shot_knn(train, test, shots=20).mean
+    assert math.isnan(few_shot_knn(train, test, shots=1, draws=1).std)
+
+
+def test_few_shot_wrong_inputs() -> None:
+    x, test = torch.randn(13, 16), blobs(20, 1, classes=3)
+    y = torch.tensor([0] * 6 + [1] * 5 + [2] * 2)
+    with pytest.raises(ValueError, match=r"class 2 has only 2 .*1 of 3 classes.* at most 2"):
+        few_shot_knn((x, y), test, shots=3)
+    with pytest.raises(ValueError, match="only 6 training images"):
+        few_shot_knn((x, y), test, shots=2, k=7)
+    with pytest.raises(ValueError, match="at least one draw"):
+        few_shot_knn((x, y), test, draws=0)
+    with pytest.raises(ValueError, match="labels"):
+        few_shot_knn((x, None), test)
+
+
+def test_features_that_are_all_alike_are_refused() -> None:
+    y = torch.arange(60) % 3
+    with pytest.raises(CollapsedError, match="same way"):
+        knn((torch.rand(60, 1) * torch.randn(1, 16), y), blobs(20, 1, classes=3), k=5)
+    with pytest.raises(CollapsedError):
+        few_shot_knn((torch.ones(60, 16), y), blobs(20, 1, classes=3), shots=2)
+
+
+def test_tiles_suit_the_device() -> None:
+    assert tile(torch.device("cpu")) == (256, 65_536)
 
 
 def test_the_result_carries_its_settings() -> None:

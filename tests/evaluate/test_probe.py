@@ -1,11 +1,14 @@
+import math
+
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
-from residua.evaluate import FeatureSet, linear_probe
+from residua.evaluate import CollapsedError, FeatureSet, linear_probe
 from residua.evaluate.probe import Head, choose, split
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -140,10 +143,94 @@ def test_split_takes_its_share_of_every_class() -> None:
     assert len(split(labels[:4], 0.1)[1]) == 1
 
 
+def test_read_outs_are_candidates_like_layers() -> None:
+    (x, y), (q, truth) = overlapping_blobs(1000)
+
+    def features(good: torch.Tensor, labels: torch.Tensor) -> FeatureSet:
+        ids = list(map(str, range(len(labels))))
+        noise = {i: torch.randn(len(labels), 24) for i in (0, 1)}
+        other = FeatureSet({0: torch.randn(len(labels), 24), 1: good}, labels, ids, "cls")
+        return FeatureSet(noise, labels, ids, "tokens", others={"cls": other})
+
+    result = linear_probe(features(x, y), features(q, truth), epochs=10, weight_decays=(0.0, 0.1))
+    assert len(result.grid) == 2 * 2 * 2 * 2
+    assert (result.best.readout, result.best.layer, result.readout) == ("cls", 1, "cls")
+    assert {(t.readout, t.layer) for t in result.tested} == {(r, i) for r in ("tokens", "cls") for i in (0, 1)}
+    best = next(t for t in result.tested if (t.readout, t.layer) == ("cls", 1))
+    assert best.accuracy == result.accuracy == result.by_layer[1]
+    plain = result.to_dict()
+    assert len(plain["grid"]) == 16
+    assert {"layer", "readout", "learning_rate", "weight_decay", "held_out", "held_out_top5"} <= set(plain["grid"][0])
+
+
+def test_top5_counts_the_truth_among_five_and_means_nothing_for_five_classes() -> None:
+    (x, y), (q, truth) = overlapping_blobs(1000)
+    result = linear_probe((x, y), (q, truth), protocol="lbfgs", weight_decays=(1e-3,))
+    scale = StandardScaler().fit(x.numpy())
+    other = LogisticRegression(C=1 / (len(y) * 1e-3), max_iter=2000).fit(scale.transform(x.numpy()), y.numpy())
+    best = other.decision_function(scale.transform(q.numpy())).argsort(1)[:, -5:]
+    assert result.top5 == pytest.approx(100 * np.mean((best == truth.numpy()[:, None]).any(1)), abs=0.5)
+    few = linear_probe((x, y % 5), (q, truth % 5), protocol="lbfgs", weight_decays=(1e-3,))
+    assert math.isnan(few.top5)
+
+
+def test_the_interval_is_wilsons() -> None:
+    train, test = overlapping_blobs(600)
+    result = linear_probe(train, test, protocol="lbfgs")
+    hits = round(result.accuracy * len(test[1]) / 100)
+    expected = binomtest(hits, len(test[1])).proportion_ci(0.95, method="wilson")
+    assert result.interval == pytest.approx((100 * expected.low, 100 * expected.high))
+
+
+def test_half_precision_finds_the_same() -> None:
+    train, test = overlapping_blobs(3000)
+    full, half = (linear_probe(train, test, epochs=10, precision=p) for p in ("float32", "half"))
+    assert (full.precision, half.precision) == ("float32", "half")
+    assert half.accuracy == pytest.approx(full.accuracy, abs=0.4)
+    assert linear_probe(train, test, epochs=1).precision == "float32"
+    with pytest.raises(ValueError, match="half precision"):
+        linear_probe(train, test, protocol="lbfgs", precision="half")
+    with pytest.raises(ValueError, match="precision must be"):
+        linear_probe(train, test, precision="bf16")  # type: ignore[arg-type]
+
+
+def test_the_only_image_of_a_class_is_learnt_from() -> None:
+    labels = torch.tensor([0] * 50 + [1] * 50 + [2])
+    for seed in range(20):
+        kept, held = split(labels, 0.3, seed)
+        assert 100 in kept
+        assert len(kept) + len(held) == 101
+    with pytest.raises(ValueError, match="single image"):
+        split(torch.arange(5), 0.2)
+    (x, y), test = overlapping_blobs(200)
+    y[0] = 8
+    assert linear_probe((x, y), test, protocol="lbfgs").accuracy > 30
+
+
+def test_features_without_information_are_an_error_not_a_score() -> None:
+    (x, y), test = overlapping_blobs(100)
+    with pytest.raises(CollapsedError, match="all 50 feature vectors are the same"):
+        linear_probe((torch.full_like(x, 3.0), y), test)
+    with pytest.raises(ValueError, match=r"1 of 50 rows hold NaN"):
+        linear_probe((x.index_fill(0, torch.tensor([4]), math.nan), y), test)
+    views = FeatureSet({-1: x}, y, views={-1: torch.full((3, *x.shape), math.inf)})
+    with pytest.raises(ValueError, match="random views"):
+        linear_probe(views, test, protocol="cached", epochs=1)
+
+
+def test_heads_that_diverged_are_never_chosen() -> None:
+    heads = [Head(0, 1.0, 0.0, 99.0, math.nan), Head(0, 2.0, 0.0, 50.0, 1.0)]
+    assert choose(heads, 100) is heads[1]
+    with pytest.raises(ValueError, match="diverged at every learning rate"):
+        choose(heads[:1], 100)
+
+
 def test_wrong_inputs() -> None:
     (x, y), test = overlapping_blobs(100)
-    with pytest.raises(ValueError, match="unknown probe protocol 'mae'; there are simple, cached, lbfgs"):
-        linear_probe((x, y), test, protocol="mae")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown probe protocol 'svm'; there are simple, cached, lbfgs, mae"):
+        linear_probe((x, y), test, protocol="svm")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mae_probe"):
+        linear_probe((x, y), test, protocol="mae")
     with pytest.raises(ValueError, match="views=3"):
         linear_probe((x, y), test, protocol="cached")
     with pytest.raises(ValueError, match="do not apply"):

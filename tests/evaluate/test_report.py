@@ -71,3 +71,32 @@ def test_json_holds_everything_and_no_nan(tmp_path: Path) -> None:
     }
     assert stored["probes"]["model"] == {"by_layer": {"0": 61.0}, "best": {"held_out": None}}
     assert [p.name for p in path.parent.iterdir()] == ["scores.json"]
+
+
+def test_several_read_outs_have_a_row_each_and_the_caption_tells_the_uncertainty() -> None:
+    r = Report("photos", "tokens, cls", [5], (32, 32), 1000, 200, "test split", seed=3)
+    for subject, readouts in (
+        ("model", ("tokens", "cls")),
+        ("random init", ("tokens", "cls")),
+        ("pixels", ("pixels",)),
+    ):
+        for i, readout in enumerate(readouts):
+            layer = -1 if subject == "pixels" else 5
+            settings = {"protocol": "mae", "epochs": 90, "holdout": 0.1, "selected": i == 1, "readout": readout}
+            settings |= {"top5": 90.0 + i, "interval": [50.0 + i, 60.0 + i]}
+            r.scores.append(Score("linear probe", subject, layer, 55.0 + i, "%", settings))
+    table = r.table()
+    labels = ["layer 5, tokens", "layer 5, cls *", "random init, 5, tokens", "random init, 5, cls", "pixels"]
+    assert list(table.columns[0].cells) == labels
+    assert list(table.columns[1].cells) == ["55.0 %", "56.0 %", "55.0 %", "56.0 %", "55.0 %"]
+    assert "probe, 56.0 %: 95 % interval 51.0 to 61.0 (Wilson), top-5 91.0 %" in str(table.caption)
+    assert "settings and read-out (*) from 10% held out" in str(table.caption)
+    assert r.value("linear probe") == 56.0
+    assert r.value("linear probe", readout="tokens") == 55.0
+
+
+def test_reports_written_before_intervals_are_still_read() -> None:
+    old = report().to_dict()
+    again = Report.from_dict(json.loads(json.dumps(old)))
+    assert again.value("kNN", k=20) == report().value("kNN", k=20)
+    assert list(again.table().columns[0].cells) == list(report().table().columns[0].cells)

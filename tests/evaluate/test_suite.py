@@ -1,4 +1,5 @@
 import json
+import math
 
 import numpy as np
 import pytest
@@ -93,10 +94,45 @@ def test_collapse_is_reported_not_raised(mae: MAE, digits: Splits) -> None:
     assert "collapsed" in report.table().caption
 
 
+def test_every_number_says_what_it_depends_on(mae: MAE, digits: Splits) -> None:
+    report = evaluate(mae, digits, probe="lbfgs", limit=200, seed=1, readout=("tokens", "patches"), layers="all")
+    assert report.readout == "tokens, patches"
+    for s in report.scores:
+        assert {"readout", "seed", "n_train", "n_test"} <= set(s.settings)
+        if s.unit == "%":
+            low, high = s.settings["interval"]
+            assert low < s.value < high
+    for readout in ("tokens", "patches"):
+        feats = extract(mae, digits, limit=200, seed=1, readout=readout)
+        assert feats.test is not None
+        assert report.value("kNN", readout=readout) == knn(feats.train, feats.test).accuracy
+        assert report.value("RankMe", readout=readout) == rankme(feats.test.last)
+    probe = report.probes["model"]
+    assert len(probe["grid"]) == 2 * 2 * 4
+    assert report.value("linear probe") == probe["accuracy"]
+    chosen = [s for s in report.scores if s.subject == "model" and s.settings.get("selected")]
+    assert [(s.layer, s.settings["readout"]) for s in chosen] == [(probe["best"]["layer"], probe["readout"])]
+
+
+def test_collapsed_features_have_no_accuracy(mae: MAE, digits: Splits) -> None:
+    """A class token that no branch has written to yet is the same for every image."""
+    report = evaluate(mae, digits, readout=("cls", "tokens"), probe="lbfgs", limit=100, neighbors=0)
+    for metric in ("kNN", "linear probe"):
+        assert math.isnan(report.value(metric, readout="cls"))
+        assert report.value(metric, readout="tokens") > 10
+    assert report.value("entropy rank", readout="cls") == 0
+    assert "collapsed: all features alike in layer 1 cls" in report.table().caption
+    online = evaluate(mae, digits, readout=("cls", "tokens"), probe="mae", epochs=1, limit=100, neighbors=0, knn=False)
+    assert math.isnan(online.value("linear probe", readout="cls"))
+    only = evaluate(mae, digits, readout="cls", probe="lbfgs", limit=100, neighbors=0, baselines=False)
+    assert math.isnan(only.value("linear probe"))
+    assert json.loads(only.to_json())["scores"][0]["value"] is None
+
+
 def test_wrong_inputs_are_refused_before_anything_is_read(mae: MAE, digits: Splits, monkeypatch) -> None:
-    monkeypatch.setattr("residua.evaluate.suite.collect_all", lambda *_: pytest.fail("images were read"))
+    monkeypatch.setattr("residua.evaluate.suite.read_features", lambda *_, **__: pytest.fail("images were read"))
     with pytest.raises(ValueError, match="unknown probe protocol"):
-        evaluate(mae, digits, probe="mae")  # type: ignore[arg-type]
+        evaluate(mae, digits, probe="svm")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="readout"):
         evaluate(mae, digits, readout="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="divisible"):

@@ -1,0 +1,76 @@
+"""`residua segment`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from tyro.conf import Positional
+
+from .console import console, data_of, img_size, note
+
+
+@dataclass(frozen=True)
+class SegmentOptions:
+    """Segmentation without labels: patches of all images clustered by their features, scored against masks."""
+
+    model: Positional[str]
+    """A run, a checkpoint, or published MAE weights."""
+    data: str | None = None
+    """Source of images; default: what the run was trained on."""
+    masks: str | None = None
+    """Folder of masks named as the images (PNG: numbers, palette or colours); shapes brings its own."""
+    split: Literal["train", "test"] | None = None
+    """Which images; default: test where there is one."""
+    layer: int = -1
+    """Block whose patches to cluster; negative from the end."""
+    max_images: int = 200
+    """At most so many images, chosen by the seed."""
+    img_size: tuple[int, ...] = ()
+    """Another image size, SIDE or HEIGHT WIDTH; positions are interpolated."""
+    intra: int = 50
+    """Neighbours of a patch in its own image; fewer for coarse grids, where 50 patches are all there are."""
+    inter: int = 50
+    """Neighbours of a patch in the other images."""
+    ignore_index: int = 255
+    """Mask value that counts nowhere; negative: none."""
+    count_absent: bool = False
+    """Count classes that no mask shows as 0."""
+    seed: int = 0
+    """Of the choice of images, the clustering and the random encoder."""
+    baselines: bool = True
+    """Score the untrained encoder and mean patch colours too."""
+    batch_size: int = 256
+    """Images at once."""
+    out: str | None = None
+    """JSON file, a PNG lands beside it; default: segmentation.json in the run."""
+    device: str | None = None
+    """cuda, cpu, ...; default: cuda where there is one."""
+
+
+def segment(args: list[str]) -> None:
+    """Cluster patches, score against masks."""
+    import torch
+
+    import residua
+    from residua.evaluate import segment
+
+    o = tyro.cli(SegmentOptions, args=args, prog="residua segment")
+    model = residua.load(o.model)
+    splits = residua.data.load(o.data or data_of(o.model))
+    result = segment(
+        model, splits, masks=o.masks, split=o.split, layer=o.layer, max_images=o.max_images,
+        img_size=img_size(o.img_size), ignore_index=None if o.ignore_index < 0 else o.ignore_index,
+        count_absent=o.count_absent, seed=o.seed, baselines=o.baselines, batch_size=o.batch_size,
+        intra=o.intra, inter=o.inter, device=o.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+    )  # fmt: skip
+    if result.without_mask:
+        note(f"{result.without_mask:,} images have no mask in {o.masks} and were left out")
+    console.print(result.table())
+    run = Path(o.model).expanduser()
+    where = Path(o.out) if o.out else run / "segmentation.json" if (run / "checkpoints").is_dir() else None
+    if where is not None:
+        console.print(f"written: {result.save(where)}", markup=False)
+        console.print(f"picture: {result.save_picture(where.with_suffix('.png'))}", markup=False)

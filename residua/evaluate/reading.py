@@ -1,0 +1,316 @@
+"""From images to features: what is read, of which view, and how it comes back from the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from residua.data import Batch, Feed, Preprocessing, Source, center_view, train_view
+from residua.data.feed import OnBadImage
+from residua.nn import ViT
+
+from .distributed import gather_rows, world
+from .featureset import Readout
+from .graph import record
+
+Layers = Literal["last", "all"] | Sequence[int]
+Reader: TypeAlias = Callable[[Tensor], dict[Any, Tensor]]
+"""Normalised images (B, C, h, w) -> features (B, D), or (B, ..., D), under any keys."""
+Column: TypeAlias = tuple[str, int]
+"""Read-out and layer: the key of one (N, D) matrix of features."""
+Packed: TypeAlias = list[tuple[list[Any], Tensor]]
+"""Keys whose features have the same shape, with those features, (keys, 1 + views, b, ...)."""
+
+_AHEAD = 2  # batches on their way to the host while the next is computed
+_MIN_TO_RECORD = 16  # batches that repay recording the work on one
+
+
+@dataclass(frozen=True)
+class EncoderReader:
+    """Pooled tokens of some layers of an encoder: keyed by layer, or by `Column` where read-outs come in a tuple."""
+
+    encoder: ViT
+    layers: Sequence[int]
+    readout: Readout | tuple[Readout, ...]
+
+    @property
+    def columns(self) -> list[Column]:
+        readouts = (self.readout,) if isinstance(self.readout, str) else self.readout
+        return [(readout, i) for readout in readouts for i in self.layers]
+
+    def __call__(self, images: Tensor) -> dict[Any, Tensor]:
+        last = self.encoder.depth - 1
+        inner = {f"blocks.{i}.mlp": i for i in self.layers if i != last}
+        out: dict[Any, Tensor] = {}
+
+        def tap(name: str, stream: Tensor) -> None:
+            if name in inner:
+                self._pool(out, inner[name], stream)
+
+        tokens = self.encoder.forward_features(images, tap=tap)
+        if last in self.layers:
+            self._pool(out, last, tokens)
+        return out
+
+    def _pool(self, out: dict[Any, Tensor], layer: int, tokens: Tensor) -> None:
+        if isinstance(self.readout, str):
+            out[layer] = pool(tokens, self.readout, self.encoder.num_prefix_tokens)
+            return
+        for readout in self.readout:
+            out[readout, layer] = pool(tokens, readout, self.encoder.num_prefix_tokens)
+
+
+def pool(tokens: Tensor, readout: Readout, prefix: int = 1) -> Tensor:
+    """Tokens (B, T, D) -> float32 features (B, D)."""
+    match readout:
+        case "cls":
+            return tokens[:, 0].float()
+        case "patches":
+            return tokens[:, prefix:].mean(1, dtype=torch.float32)
+        case _:
+            return tokens.mean(1, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class PixelReader:
+    """The images themselves, no side longer than `size`, flattened; keyed by -1."""
+
+    size: int
+
+    def __call__(self, images: Tensor) -> dict[Any, Tensor]:
+        side = max(images.shape[2:])
+        if side > self.size:
+            shape = [max(1, round(n * self.size / side)) for n in images.shape[2:]]
+            images = F.interpolate(images, size=shape, mode="bilinear", antialias=True)
+        return {-1: images.flatten(1)}
+
+
+@dataclass(frozen=True)
+class View:
+    """How a batch becomes the images that are read."""
+
+    preprocessing: Preprocessing
+    batch_size: int = 256
+    views: int = 0
+    seed: int = 0
+    bf16: bool = False
+
+    def center(self, batch: Batch) -> Tensor:
+        p = self.preprocessing
+        return center_view(batch, p.img_size, p.mean, p.std, p.crop_pct, p.interpolation)
+
+    def random(self, batch: Batch, number: int, scale: tuple[float, float] = (0.2, 1.0)) -> Tensor:
+        p = self.preprocessing
+        return train_view(
+            batch, p.img_size, p.mean, p.std, seed=self.seed, epoch=number, scale=scale, interpolation=p.interpolation
+        )
+
+
+def open_feed(source: Source, device: torch.device, view: View, on_bad_image: OnBadImage = "error") -> Feed:
+    """The feed that serves a view."""
+    return Feed(source, device, img_size=view.preprocessing.img_size, on_bad_image=on_bad_image)
+
+
+def read(
+    feed: Feed, reader: Reader, view: View, batches: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, dict[Any, Tensor]]]:
+    """Per batch: image numbers (b,) and features (1 + views, b, D) on the CPU, centre view first.
+
+    An unreadable image that the feed replaced by another is left out. On CUDA two batches are on their way to the
+    host while the next is computed; what the caller does with one costs the device nothing until it falls that far
+    behind. A resident feed's batches, being of one shape, are computed as replays of a CUDA graph.
+    """
+    cuda = feed.device.type == "cuda"
+    compute = _Replayed(reader, view) if cuda and feed.resident and len(batches) >= _MIN_TO_RECORD else None
+    stream = torch.cuda.Stream(feed.device) if cuda else None
+    waiting: deque[_Fetch] = deque()
+    for wanted, batch in zip(batches, feed.iterate(batches)):
+        packed = _read_batch(batch, reader, view) if compute is None else compute(batch)
+        waiting.append(_Fetch(wanted, batch.index, packed, stream))
+        if len(waiting) > (_AHEAD if cuda else 0):
+            yield waiting.popleft().arrived()
+    while waiting:
+        yield waiting.popleft().arrived()
+
+
+@torch.inference_mode()
+def _read_batch(batch: Batch, reader: Reader, view: View) -> Packed:
+    images = [view.center(batch)] + [view.random(batch, v) for v in range(view.views)]
+    # a recorded pass may not keep the half precision copies of the weights, so none does
+    with torch.autocast(batch.pixels.device.type, torch.bfloat16, enabled=view.bf16, cache_enabled=False):
+        parts = [reader(x) for x in images]
+    alike: dict[torch.Size, list[Any]] = {}
+    for key, x in parts[0].items():
+        alike.setdefault(x.shape, []).append(key)
+    packed = [(keys, torch.stack([p[key].float() for key in keys for p in parts])) for keys in alike.values()]
+    return [(keys, x.unflatten(0, (len(keys), len(parts)))) for keys, x in packed]
+
+
+class _Replayed:
+    """`_read_batch` as replays of a CUDA graph for batches of the first one's shape; others are read as they are."""
+
+    def __init__(self, reader: Reader, view: View) -> None:
+        self.reader, self.view = reader, view
+        self.input: Batch | None = None
+        self.replay: Callable[[], None] = lambda: None
+        self.output: Packed = []
+
+    def __call__(self, batch: Batch) -> Packed:
+        if self.input is None:
+            self.input = Batch(batch.pixels.clone(), batch.sizes.clone(), batch.index.clone())
+            self.replay, self.output = record(self._read, batch.pixels.device)
+        if batch.pixels.shape != self.input.pixels.shape:
+            return _read_batch(batch, self.reader, self.view)
+        for mine, given in zip(vars(self.input).values(), vars(batch).values()):
+            mine.copy_(given)
+        self.replay()
+        return [(keys, x.clone()) for keys, x in self.output]
+
+    def _read(self) -> Packed:
+        assert self.input is not None
+        return _read_batch(self.input, self.reader, self.view)
+
+
+class _Fetch:
+    """Features of a batch on their way to the host; on CUDA over a stream of their own into pinned memory."""
+
+    def __init__(self, wanted: Tensor, index: Tensor, packed: Packed, stream: torch.cuda.Stream | None) -> None:
+        self.wanted, self.done = wanted, None
+        self.keys = [keys for keys, _ in packed]
+        tensors = [index, *(x for _, x in packed)]
+        if stream is None:
+            self.tensors = [x.cpu() for x in tensors]
+            return
+        stream.wait_stream(torch.cuda.current_stream(index.device))
+        with torch.cuda.stream(stream):
+            pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
+            self.tensors = [host.copy_(x, non_blocking=True) for host, x in zip(pinned, tensors)]
+        for x in tensors:
+            x.record_stream(stream)
+        self.done = stream.record_event()
+
+    def arrived(self) -> tuple[Tensor, dict[Any, Tensor]]:
+        if self.done is not None:
+            self.done.synchronize()
+        index, *packed = self.tensors
+        features = {key: x for keys, part in zip(self.keys, packed) for key, x in zip(keys, part)}
+        keep = index == self.wanted
+        if bool(keep.all()):
+            return index, features
+        return index[keep], {key: x[:, keep] for key, x in features.items()}
+
+
+class Store(Protocol):
+    """Where features go as they are read."""
+
+    def add(self, rows: dict[Any, Tensor]) -> None:
+        """Features (1 + views, b, D) of the next b images."""
+
+
+class Memory:
+    """Rows side by side in memory, which is taken once."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.filled = count, 0
+        self.features: dict[Any, Tensor] = {}
+
+    def add(self, rows: dict[Any, Tensor]) -> None:
+        end = self.filled
+        for key, x in rows.items():
+            if key not in self.features:
+                self.features[key] = torch.empty(x.shape[0], self.count, *x.shape[2:])
+            end = self.filled + x.shape[1]
+            self.features[key][:, self.filled : end] = x
+        self.filled = end
+
+    def all(self) -> dict[Any, Tensor]:
+        return {key: x[:, : self.filled] for key, x in self.features.items()}
+
+
+def pass_over(feed: Feed, reader: Reader, view: View, store: Store) -> Tensor:
+    """Read this process's share of the images into a store; their numbers (n,).
+
+    Process r takes batches r, r + world, ...: the batches are those of a single process, so are the numbers.
+    """
+    rank, size = world()
+    batches = torch.arange(len(feed)).split(view.batch_size)
+    numbers: list[Tensor] = []
+    with undisturbed():
+        for index, features in read(feed, reader, view, batches[rank::size] or batches[:1]):
+            store.add(features)
+            numbers.append(index)
+    return torch.cat(numbers)
+
+
+def collect_all(feed: Feed, reader: Reader, view: View) -> tuple[Tensor, dict[Any, Tensor]]:
+    """Image numbers (N,) in order and features (1 + views, N, D), read by all processes together."""
+    store = Memory(len(feed))
+    index = pass_over(feed, reader, view, store)
+    whole: dict[Any, Tensor] = {}
+    number = index
+    for key, mine in store.all().items():
+        number, whole[key] = gather_rows(index, mine)
+    return number, whole
+
+
+@contextmanager
+def frozen(model: nn.Module, device: str | torch.device | None = None) -> Iterator[torch.device]:
+    """The model in evaluation mode on `device` (its own by default), put back as it was afterwards."""
+    home = next(model.parameters()).device
+    where = home if device is None else torch.device(device)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    if where != home:
+        model.to(where)
+    try:
+        yield where
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        if where != home:
+            model.to(home)
+
+
+@contextmanager
+def undisturbed(seed: int | None = None) -> Iterator[None]:
+    """Leaves the global random state as it was; `seed` sets that of the CPU inside."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed devices, later
+        yield
+
+
+def resolve_layers(layers: Layers, depth: int) -> list[int]:
+    """Block indices in order, from "last", "all" or numbers."""
+    if layers == "last":
+        return [depth - 1]
+    if layers == "all":
+        return list(range(depth))
+    if isinstance(layers, str) or not layers:
+        raise ValueError(f'layers must be "last", "all" or block indices, got {layers!r}')
+    wrong = [i for i in layers if not -depth <= i < depth]
+    if wrong:
+        raise ValueError(f"layers {wrong} do not exist: the encoder has {depth} blocks, 0 to {depth - 1}")
+    return sorted({i % depth for i in layers})
+
+
+def check_readout(readout: str) -> Any:
+    if readout not in get_args(Readout):
+        raise ValueError(f"unknown readout {readout!r}; there are {', '.join(get_args(Readout))}")
+    return readout
+
+
+def check_readouts(readout: str | Sequence[str]) -> tuple[Any, ...]:
+    """One or several read-outs as a tuple, each once, in the order given."""
+    given = (readout,) if isinstance(readout, str) else tuple(dict.fromkeys(readout))
+    if not given:
+        raise ValueError(f"give at least one readout of {', '.join(get_args(Readout))}")
+    return tuple(check_readout(name) for name in given)

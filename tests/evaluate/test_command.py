@@ -1,0 +1,64 @@
+"""`residua evaluate`: what a user types about probes, read-outs and the cache."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from residua import cli
+from residua.nn import ViT
+from residua.train.checkpoint import save_model, write_checkpoint
+
+QUICK = ["--data", "shapes?n=40&size=16&test=20&classes=4", "--device", "cpu", "--k", "5"]
+
+
+@pytest.fixture
+def run(vit: ViT, tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "run", 1, vit, {})
+    return tmp_path / "run"
+
+
+def test_the_second_evaluation_reads_the_features_of_the_first(run: Path, capsys) -> None:
+    args = [str(run), *QUICK, "--probe", "lbfgs", "--readout", "tokens", "cls", "--layers", "all"]
+    assert cli.main(["evaluate", *args]) == 0
+    assert f"features: kept in {run / 'features'}" in capsys.readouterr().out
+    first = json.loads((run / "evaluation.json").read_text())
+    assert cli.main(["evaluate", *args]) == 0
+    out = capsys.readouterr().out
+    assert f"features: read from {run / 'features'}" in out
+    assert "95 % interval" in out
+    assert json.loads((run / "evaluation.json").read_text()) == first
+    assert first["readout"] == "tokens, cls"
+    assert len(first["probes"]["model"]["grid"]) == 3 * 2 * 4
+    damaged = next((run / "features").rglob("cls.2.npy"))
+    damaged.write_bytes(damaged.read_bytes()[:-4])
+    assert cli.main(["evaluate", *args]) == 0
+    assert "damaged" in capsys.readouterr().out
+    assert json.loads((run / "evaluation.json").read_text()) == first
+
+
+def test_where_features_are_kept(run: Path, vit: ViT, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RESIDUA_DATA", str(tmp_path / "home"))
+    args = [*QUICK, "--probe", "none", "--no-baselines"]
+    assert cli.main(["evaluate", str(run), *args, "--no-cache"]) == 0
+    assert not (run / "features").exists()
+    assert cli.main(["evaluate", str(run), *args, "--cache-dir", str(tmp_path / "mine")]) == 0
+    assert (tmp_path / "mine").is_dir()
+    assert not (run / "features").exists()
+    assert cli.main(["evaluate", str(run / "checkpoints" / "step-0000001"), *args]) == 0
+    assert (run / "features").is_dir()
+    (tmp_path / "elsewhere").mkdir()
+    save_model(vit, tmp_path / "elsewhere" / "model.safetensors")
+    assert cli.main(["evaluate", str(tmp_path / "elsewhere" / "model.safetensors"), *args]) == 0
+    assert (tmp_path / "home" / "features").is_dir()
+    capsys.readouterr()
+
+
+def test_the_probe_of_he_et_al(run: Path, capsys) -> None:
+    args = ["--probe", "mae", "--epochs", "2", "--learning-rates", "0.1", "10", "--no-baselines", "--no-cache"]
+    assert cli.main(["evaluate", str(run), *QUICK, *args]) == 0
+    assert "mae protocol, 2 epochs" in capsys.readouterr().out
+    stored = json.loads((run / "evaluation.json").read_text())
+    score = next(s for s in stored["scores"] if s["metric"] == "linear probe")
+    assert {"protocol", "epochs", "learning_rate", "readout", "seed", "n_train", "n_test"} <= set(score["settings"])
+    assert [h["learning_rate"] for h in stored["probes"]["model"]["grid"]] == [0.1, 10.0]

@@ -1,0 +1,260 @@
+import json
+import math
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import jaccard_score
+
+from residua import cli
+from residua.data import DataError, Splits, load
+from residua.data.masks import with_masks
+from residua.evaluate import segment
+from residua.evaluate.features import preprocessing_of
+from residua.evaluate.reading import View
+from residua.evaluate.segment import ColorReader, PatchReader, cluster_patches, confusion, read_truth, score_clusters
+from residua.evaluate.segmentation import enlarge, palette
+from residua.nn import ViT
+from residua.train.checkpoint import save_model
+
+SHAPES = "shapes?n=40&size=16&classes=3&test=30"
+NAMES = ["a", "b", "c"]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Twelve images, left half red and right half blue but for noise, with palette masks of classes 0 and 4."""
+    rng = np.random.default_rng(0)
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+    for i in range(12):
+        edge = rng.integers(6, 26)
+        truth = np.zeros((32, 32), np.uint8)
+        truth[:, edge:] = 4
+        image = np.where(truth[..., None] == 4, [30, 60, 220], [220, 40, 30]) + rng.integers(-20, 20, (32, 32, 3))
+        truth[:2] = 255
+        Image.fromarray(image.astype(np.uint8)).save(tmp_path / f"images/{i}.jpg", quality=95)
+        mask = Image.fromarray(truth)
+        mask.putpalette(rng.integers(0, 256, 768, dtype=np.uint8).tobytes())
+        mask.save(tmp_path / f"masks/{i}.png")
+    return tmp_path
+
+
+def test_a_case_by_hand() -> None:
+    table = np.array([[0, 6, 0], [3, 1, 0], [0, 1, 5]])  # clusters by classes
+    score, classes = score_clusters(table, NAMES)
+    assert classes.tolist() == [1, 0, 2]
+    assert score.iou == pytest.approx({"a": 100 * 3 / 4, "b": 100 * 6 / 8, "c": 100 * 5 / 6})
+    assert score.miou == float(score) == pytest.approx(100 * (3 / 4 + 6 / 8 + 5 / 6) / 3)
+    assert score.accuracy == pytest.approx(100 * 14 / 16)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_matching_is_the_best_of_all(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    truth, guess = rng.integers(0, 4, 300), rng.integers(0, 4, 300)
+    guess = np.where(rng.random(300) < 0.4, (truth + 1) % 4, guess)
+    table = np.zeros((4, 4), int)
+    np.add.at(table, (guess, truth), 1)
+    best = max(jaccard_score(truth, np.array(p)[guess], average="macro") for p in permutations(range(4)))
+    assert score_clusters(table, list("abcd"))[0].miou == pytest.approx(100 * best)
+
+
+def test_classes_that_do_not_occur_are_left_out_or_count_nothing() -> None:
+    table = np.array([[8, 0, 0], [0, 6, 0], [2, 0, 0]])
+    score, _ = score_clusters(table, NAMES)
+    assert score.miou == pytest.approx((80 + 100) / 2)
+    assert math.isnan(score.iou["c"])
+    with_absent, _ = score_clusters(table, NAMES, ["d", "e"])
+    assert with_absent.miou == pytest.approx((80 + 100) / 4)
+    assert with_absent.iou["d"] == 0
+
+
+def test_patch_labels_are_compared_pixel_by_pixel() -> None:
+    patches = np.array([[0, 1], [2, 0]])
+    big = enlarge(patches, (4, 6))
+    assert big.tolist() == [[0, 0, 0, 1, 1, 1]] * 2 + [[2, 2, 2, 0, 0, 0]] * 2
+    assert enlarge(patches, (3, 3)).tolist() == [[0, 1, 1], [2, 0, 0], [2, 0, 0]]
+    assert enlarge(patches, (1, 1)).shape == (1, 1)
+    truth = big.copy()
+    truth[0, 0] = -1  # ignored
+    truth[3, 5] = 1
+    expected = np.zeros((3, 3), int)
+    np.add.at(expected, (big[truth >= 0], truth[truth >= 0]), 1)
+    assert confusion(torch.tensor(patches)[None], [truth], 3).tolist() == expected.tolist()
+
+
+def test_known_clusters_become_segments_that_match_fully() -> None:
+    g = torch.Generator().manual_seed(0)
+    kinds = torch.randint(4, (25, 6, 6), generator=g)
+    features = torch.randn(4, 12, generator=g)[kinds] + 0.1 * torch.randn(25, 6, 6, 12, generator=g)
+    clusters, vectors = cluster_patches(features.flatten(1, 2), 4)
+    truth = [enlarge(image.numpy(), (24, 30)) for image in kinds]
+    score, classes = score_clusters(confusion(clusters.unflatten(1, (6, 6)), truth, 4), list("abcd"))
+    assert score.miou == pytest.approx(100)
+    assert torch.equal(classes[clusters].unflatten(1, (6, 6)), kinds)
+    assert vectors.shape == (25, 36, 3)
+
+
+def test_patch_readers(vit: ViT) -> None:
+    vit.eval()
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(PatchReader(vit, 2)(images), vit.forward_features(images)[:, 1:])
+        seen = {}
+        vit.forward_features(images, tap=lambda name, x: seen.update({name: x}))
+        assert torch.equal(PatchReader(vit, 0)(images), seen["blocks.0.mlp"][:, 1:])
+    colors = ColorReader((4, 4))(images)
+    torch.testing.assert_close(colors[1, 6, :3], images[1, :, 4:8, 8:12].mean((1, 2)))
+    assert (colors[..., 3] == 1).all()
+
+
+def test_shapes_from_end_to_end(vit: ViT, tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    vit.train()
+    result = segment(vit, SHAPES, max_images=20, layer=1, seed=3)
+    assert vit.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(result.scores) == ["model", "random init", "patch colours"]
+    assert result.classes == ["background", "disc", "triangle", "square"]
+    assert (result.n_images, result.layer, result.split, result.img_size) == (20, 1, "test", (16, 16))
+    assert result.labels.shape == (20, 4, 4)
+    assert result.eigenvectors.shape == (20, 4, 4, 3)
+    assert all(5 < s.miou < 100 and set(s.iou) == set(result.classes) for s in result.scores.values())
+    own, again = result.scores["model"], segment(vit, SHAPES, max_images=20, layer=1, seed=3, baselines=False)
+    assert again.scores == {"model": own}
+    recomputed = np.concatenate([enlarge(p.numpy(), (16, 16)).ravel() for p in result.labels])
+    assert own.accuracy == pytest.approx(100 * np.mean(recomputed == np.concatenate([t.ravel() for t in result.truth])))
+    stored = json.loads(result.save(tmp_path / "new" / "s.json").read_text())
+    assert stored["scores"]["model"]["miou"] == own.miou
+    assert stored["settings"] == {"intra": 50, "inter": 50, "threshold": 0.1, "ignore_index": 255}
+    picture = np.asarray(Image.open(result.save_picture(tmp_path / "s.png", count=5)))
+    assert picture.shape == (3 * 132 - 4, 5 * 132 - 4, 3)
+    shown = picture[264:392, :128][16::32, 16::32]
+    assert np.array_equal(shown, palette(4)[result.labels[0].numpy()])
+    text = result.table()
+    assert text.row_count == 2 + 4
+    assert "4 clusters" in str(text.caption)
+
+
+def test_truth_is_cut_as_the_model_sees_the_image(vit: ViT, tmp_path: Path) -> None:
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+    Image.fromarray(np.zeros((20, 40, 3), np.uint8)).save(tmp_path / "images/x.png")
+    bands = np.tile(np.arange(80, dtype=np.uint8) // 8, (40, 1))  # at twice the resolution
+    Image.fromarray(bands).save(tmp_path / "masks/x.png")
+    data = load(f"folder:{tmp_path}/images")
+    view = View(preprocessing_of(vit, data.train))
+    (found,), names, absent = read_truth(with_masks(data.train, tmp_path / "masks"), view, 255)
+    assert names == ["2", "3", "4", "5", "6", "7"]
+    assert np.array_equal(found + 2, bands[:, 20:60])
+    assert absent == []
+
+
+def test_a_folder_with_palette_masks(vit: ViT, pictures: Path) -> None:
+    result = segment(vit, f"folder:{pictures}/images", masks=pictures / "masks", img_size=32)
+    assert result.classes == ["0", "4"]
+    assert result.scores["patch colours"].miou > 80  # red and blue; edges run through patches
+    assert (result.truth[0][:2] == -1).all()
+    assert (result.truth[0][2:] >= 0).all()
+
+
+def test_images_without_a_mask_are_left_out_and_counted(vit: ViT, pictures: Path) -> None:
+    for i in range(3):
+        (pictures / f"masks/{i}.png").unlink()
+    result = segment(vit, f"folder:{pictures}/images", masks=pictures / "masks", baselines=False)
+    assert (result.n_images, result.without_mask) == (9, 3)
+
+
+def test_colour_masks_name_their_colours(vit: ViT, pictures: Path) -> None:
+    for i in range(12):
+        with Image.open(pictures / f"masks/{i}.png") as image:
+            truth = np.asarray(image)
+        colors = np.zeros((32, 32, 3), np.uint8)
+        colors[truth == 4] = (0, 0, 255)  # the number 255, were it not a colour
+        Image.fromarray(colors).save(pictures / f"masks/{i}.png")
+    result = segment(vit, f"folder:{pictures}/images", masks=pictures / "masks", img_size=32)
+    assert result.classes == ["#000000", "#0000ff"]
+    assert result.scores["patch colours"].miou > 80
+    assert (result.truth[0] >= 0).all()
+
+
+def test_absent_classes(vit: ViT) -> None:
+    data = load(SHAPES)
+    assert data.test is not None
+    few = data.test.subset(np.flatnonzero(data.test.labels == 1))
+    options = {"max_images": None, "baselines": False}
+    left_out = segment(vit, Splits("shapes", data.train, few), **options)
+    assert left_out.classes == ["background", "triangle"]
+    assert left_out.absent == ["disc", "square"]
+    assert "left out of the mean: disc, square" in str(left_out.table().caption)
+    counted = segment(vit, Splits("shapes", data.train, few), count_absent=True, **options)
+    assert counted.scores["model"].miou == pytest.approx(left_out.scores["model"].miou / 2)
+
+
+def test_grey_images_have_brightness() -> None:
+    bright = torch.tensor([-1.0, -0.9, 0.9, 1.0]).view(1, 1, 1, 4).expand(2, 1, 2, 4)
+    colors = torch.nn.functional.normalize(ColorReader((2, 1))(bright)[0], dim=1)
+    assert colors[0] @ colors[1] > 0.99 > colors[0] @ colors[2]
+
+
+def test_wrong_inputs(vit: ViT, noise: Splits, pictures: Path) -> None:
+    images, masks = f"folder:{pictures}/images", pictures / "masks"
+    with pytest.raises(DataError, match="no pixel masks"):
+        segment(vit, noise)
+    with pytest.raises(DataError, match="does not exist"):
+        segment(vit, images, masks=pictures / "nowhere")
+    (pictures / "empty").mkdir()
+    with pytest.raises(DataError, match=r"none of the 12 images .* such as 0\.png"):
+        segment(vit, images, masks=pictures / "empty")
+    with pytest.raises(DataError, match="no test split"):
+        segment(vit, images, masks=masks, split="test")
+    with pytest.raises(ValueError, match="layers"):
+        segment(vit, SHAPES, layer=7)
+    with pytest.raises(ValueError, match="at least 1 image"):
+        segment(vit, SHAPES, max_images=0)
+
+
+def test_masks_that_cannot_be_right(vit: ViT, pictures: Path) -> None:
+    images, masks = f"folder:{pictures}/images", pictures / "masks"
+    Image.fromarray(np.zeros((32, 40), np.uint8)).save(masks / "5.png")
+    with pytest.raises(DataError, match=r"5.png is 40 x 32, its image 5.jpg 32 x 32.*not of another shape"):
+        segment(vit, images, masks=masks)
+    for i in range(12):
+        Image.fromarray(np.full((32, 32), 255 * (i % 2), np.uint8)).save(masks / f"{i}.png")
+    with pytest.raises(DataError, match=r"show 1 class; .*ignore_index=None"):
+        segment(vit, images, masks=masks)
+    assert segment(vit, images, masks=masks, ignore_index=None, baselines=False).classes == ["0", "255"]
+    Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(masks / "3.png")
+    with pytest.raises(DataError, match="some hold colours"):
+        segment(vit, images, masks=masks)
+    for i in range(12):
+        noisy = np.random.default_rng(i).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(noisy).save(masks / f"{i}.png")
+    with pytest.raises(DataError, match="different values"):
+        segment(vit, images, masks=masks)
+    (masks / "3.png").write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"3\.png"):
+        segment(vit, images, masks=masks)
+
+
+def test_the_command(vit: ViT, pictures: Path, capsys) -> None:
+    run = pictures / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    save_model(vit, run / "checkpoints" / "model.safetensors")
+    weights = str(run / "checkpoints" / "model.safetensors")
+    (pictures / "masks/7.png").unlink()
+    where = [f"--data=folder:{pictures}/images", f"--masks={pictures}/masks", "--max-images=8", "--device=cpu"]
+    assert cli.main(["segment", weights, *where, "--out", str(pictures / "s.json")]) == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("mIoU", "random init", "patch colours", "1 images have no mask"))
+    stored = json.loads((pictures / "s.json").read_text())
+    assert (stored["n_images"], stored["classes"], stored["without_mask"]) == (8, ["0", "4"], 1)
+    assert Image.open(pictures / "s.png").size[1] == 3 * 132 - 4
+    assert cli.main(["segment", weights, "--data", f"folder:{pictures}/images"]) == 2
+    assert "no pixel masks" in capsys.readouterr().err
+    assert cli.main(["segment", weights]) == 2
+    assert "--data" in capsys.readouterr().err
