@@ -6,7 +6,7 @@ from pathlib import Path
 
 import residua
 from residua.evaluate import Report
-from residua.report import figures, pictures
+from residua.report import figures, gallery
 from residua.report.runs import by_depth
 
 HERE = Path(__file__).parent / "images"
@@ -17,9 +17,7 @@ def main(demo: Path) -> None:
     reports = {n: Report.from_dict(json.loads((run / "evaluation.json").read_text())) for n, run in runs.items()}
     models = {name: residua.load(run) for name, run in runs.items()}
     splits = residua.data.load(residua.train.Pretrain.read(runs["plain"] / "config.yaml").data.data)
-    images = pictures.sample(models["fading"], splits, 8)
-    rows = pictures.reconstruct(models, images, splits.test)
-    figures.reconstructions(rows).savefig(HERE / "demo-reconstructions.png", dpi=110)
+    gallery.reconstructions(models, splits).savefig(HERE / "demo-reconstructions.png", dpi=110)
     for metric, unit in (("linear probe", "%"), ("entropy rank", "nats")):
         first = reports["plain"]
         curves = {name: by_depth(report, metric) for name, report in reports.items()}

@@ -4,31 +4,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 from tyro.conf import Positional
 
-from .console import console, show
+from .console import console, say, show
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """Runs side by side: what differs between their settings, their scores, curves and reconstructions."""
+    """Runs side by side on one page: what differs between their settings, every score, curves and pictures."""
 
     runs: Positional[tuple[str, ...]]
-    """Two run folders or more."""
+    """Two run folders or more; one, with --dynamics."""
     out: str = "comparison.html"
     """Page to write."""
+    dynamics: bool = False
+    """Measure every checkpoint (kNN, probe, rank), kept as dynamics.json in each run; pretrain --keep 0 keeps all."""
+    limit: int = 2000
+    """Images of each split that --dynamics uses, at most; 0 uses all."""
+    colors: Literal["components", "spectral"] = "components"
+    """What feature maps show: principal components (quick) or spectral eigenvectors, as in the paper."""
+    device: str | None = None
+    """Where --dynamics computes: cuda, cpu, ...; default: a GPU where there is one."""
     open: bool = False
-    """Open it in the browser."""
+    """Open the page in the browser."""
 
 
 def compare(args: list[str]) -> None:
     """Runs side by side."""
+    import torch
+
     from residua.report import compare, comparison_table
 
     o = tyro.cli(CompareOptions, args=args, prog="residua compare")
     runs = [Path(run).expanduser() for run in o.runs]
-    page = compare(runs, Path(o.out))
+    if o.limit < 0:
+        raise ValueError(f"--limit {o.limit}: give a number of images, or 0 for all")
+    device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    page = compare(
+        runs, Path(o.out), along=o.dynamics, basis=o.colors, limit=o.limit or None, device=device,
+        on_message=lambda text: say(f"measuring {text}"),
+    )  # fmt: skip
     console.print(comparison_table(runs))
     show(page, o.open)

@@ -40,6 +40,20 @@ def nearest_neighbors(features: Any, n_queries: int = 8, k: int = 8, seed: int =
     return Neighbors(queries.cpu(), index[other].view(shape).cpu(), similarity[other].view(shape).cpu())
 
 
+def neighbors_of(queries: Any, features: Any, k: int = 8) -> Neighbors:
+    """The `k` rows of `features` most similar (cosine) to each row of `queries`, which need not be among them.
+
+    `.queries` numbers the rows of `queries`, `.indices` those of `features`.
+    """
+    q, x = as_matrix(queries, "queries"), as_matrix(features)
+    if not 1 <= k <= len(x):
+        raise ValueError(f"{k} neighbours were asked for among {len(x)} images")
+    if q.shape[1] != x.shape[1]:
+        raise ValueError(f"queries have {q.shape[1]} dimensions, features {x.shape[1]}: were they made by one model?")
+    similarity, index = top_similar(F.normalize(q.float(), dim=1), F.normalize(x.float(), dim=1).to(q.device), k)
+    return Neighbors(torch.arange(len(q)), index.cpu(), similarity.cpu())
+
+
 def neighbor_images(source: Source, neighbors: Neighbors, img_size: int = 64, index: Tensor | None = None) -> Tensor:
     """The pictures for a grid: (Q, 1 + k, C, h, w) in [0, 1], the query first in its row.
 

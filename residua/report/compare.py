@@ -2,90 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from residua.data import Splits
 from residua.evaluate import Report, Score
+from residua.evaluate.dynamics import Dynamics, dynamics
+from residua.evaluate.maps import Basis
 from residua.evaluate.report import MODEL, NOTHING
 from residua.nn import MAE, stream
-from residua.report import figures
-from residua.report.page import Page
-from residua.report.run import depth_figures, load_data, load_model, look, settings_text
-from residua.report.runs import NotARun, Run, headline, protocol, read_runs, show
+from residua.report import figures, parts
+from residua.report.along import along_training, scores_while_training
+from residua.report.page import Cell, Page
+from residua.report.parts import load_data, load_model, setting_cell
+from residua.report.runs import (
+    NOT_SETTINGS,
+    NotARun,
+    Run,
+    differing_settings,
+    headline,
+    interval_cell,
+    name_cell,
+    protocol,
+    read_runs,
+    score_cell,
+    score_label,
+    show,
+)
+from residua.train.checkpoint import checkpoints
 
 _Key = tuple[object, ...]
-_NOT_SETTINGS = {"out", "resume", "dry_run"}  # where a run went and how it was called, not what it is
+_Row = list[str | Cell]
 
 
-def compare(runs: Sequence[Path], out: Path) -> Path:
-    """Write one page about two runs or more: what differs, every number, curves, reconstructions.
+def compare(
+    runs: Sequence[Path],
+    out: Path,
+    *,
+    along: bool = False,
+    basis: Basis = "components",
+    limit: int | None = 2000,
+    device: str | None = None,
+    on_message: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """Write one page about two runs or more (one, with `along`): what differs, every number, curves, pictures.
 
-    `out` is the page's file, or a folder that gets comparison.html.
+    `out` is the page's file, or a folder that gets comparison.html. `along` also measures every checkpoint with
+    up to `limit` images of each split (see `evaluate.dynamics`: kept in the runs, so only new ones cost time).
+    `basis` chooses the colours of feature maps.
 
     >>> compare([Path("runs/a"), Path("runs/b")], Path("comparison.html"))
     """
-    found = _read(runs)
+    found = _read(runs, least=1 if along else 2)
     out = Path(out).expanduser()
-    page = Page("Comparison of " + ", ".join(run.name for run in found))
-    page.heading("What differs")
+    measured = Dynamics()
+    if along:
+        measured = dynamics({run.name: run.path for run in found}, limit=limit, device=device, on_message=on_message)
+    title = "Comparison of " if len(found) > 1 else "Along the training of "
+    page = Page(title + ", ".join(run.name for run in found))
+    page.heading("What differs" if len(found) > 1 else "Settings")
+    parts.notes(page, [text for run in found for text in run.notes])
     _differences(page, found)
     _scores(page, found)
     _curves(page, found)
-    _pictures(page, found)
+    if along:
+        along_training(page, found, measured)
+    elif any(len(checkpoints(run.path)) > 2 for run in found):
+        page.paragraph("These runs kept checkpoints: compare --dynamics measures each and shows how scores came about.")
+    _pictures(page, found, measured, basis)
     _all_numbers(page, found)
     return page.save(out / "comparison.html" if out.is_dir() else out)
 
 
 def comparison_table(runs: Sequence[Path]) -> Table:
     """Settings that differ, then the scores to quote, a column for each run."""
-    found = _read(runs)
+    found = _read(runs, least=1)
     table = Table(title="runs side by side", title_justify="left")
     table.add_column("")
     for run in found:
         table.add_column(Text(run.name), justify="right")
     for name, values in differing_settings(found).items():
-        table.add_row(name, *map(Text, values))
+        table.add_row(name, *(Text(setting_cell(value).text) for value in values))
     table.add_section()
     for row in score_rows(found):
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(cell.text) for cell in row))
     if any(run.evaluation is None for run in found):
         table.caption = f"{NOTHING}: not evaluated (residua evaluate RUN)"
     return table
 
 
-def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Setting -> its value in each run, for those settings alone that are not the same in all."""
-    settings = [run.config.settings() for run in runs]
-    rows = {name: [own[name] for own in settings] for name in settings[0] if name not in _NOT_SETTINGS}
-    return {
-        name: [settings_text(v) for v in values] for name, values in rows.items() if any(v != values[0] for v in values)
-    }
-
-
-def score_rows(runs: Sequence[Run]) -> list[list[str]]:
+def score_rows(runs: Sequence[Run]) -> list[list[Cell]]:
     """Rows `score, of run 1, of run 2, ...`: the scores to quote of the models and of both baselines."""
     quoted = [headline(run.evaluation) if run.evaluation else {} for run in runs]
-    keys = dict.fromkeys((name, subject) for own in quoted for name, scores in own.items() for subject in scores)
+    units = {(name, s.subject): s.unit for own in quoted for name, scores in own.items() for s in scores.values()}
+    order = list(dict.fromkeys(name for name, _ in units))
     rows = []
-    for name, subject in sorted(keys, key=lambda key: list(dict.fromkeys(k[0] for k in keys)).index(key[0])):
+    for name, subject in sorted(units, key=lambda key: order.index(key[0])):
         label = name if subject == MODEL else f"{name}, {subject}"
-        rows.append([label, *(_show_at(own.get(name, {}).get(subject), run) for own, run in zip(quoted, runs))])
+        cells = [_cell_at(own.get(name, {}).get(subject), run) for own, run in zip(quoted, runs)]
+        rows.append([name_cell(label, units[name, subject]), *cells])
+        spans = [interval_cell(own.get(name, {}).get(MODEL)) for own in quoted]
+        if subject == MODEL and any(span.value is not None for span in spans):
+            rows.append([name_cell(f"{name}, 95 % interval", "%"), *spans])
     return rows
 
 
-def _show_at(score: Score | None, run: Run) -> str:
+def _cell_at(score: Score | None, run: Run) -> Cell:
     """The score, with its block where a probe chose one."""
     chosen = score is not None and score.settings.get("selected") and score.layer >= 0
     several = run.evaluation is not None and len(run.evaluation.layers) > 1
-    return f"{show(score)} (block {score.layer})" if chosen and several and score else show(score)
+    if chosen and several and score:
+        return Cell(f"{show(score)} (block {score.layer})", score.value)
+    return score_cell(score)
 
 
-def _read(runs: Sequence[Path]) -> list[Run]:
-    if len(runs) < 2:
-        raise NotARun(f"{len(runs)} run given: a comparison needs two or more")
+def _read(runs: Sequence[Path], least: int) -> list[Run]:
+    if len(runs) < least:
+        few = "no run" if not runs else f"{len(runs)} run"
+        raise NotARun(f"{few} given: a comparison needs two or more (one is enough to follow it with --dynamics)")
     return read_runs(runs)
 
 
@@ -93,11 +132,29 @@ def _read(runs: Sequence[Path]) -> list[Run]:
 
 
 def _differences(page: Page, runs: Sequence[Run]) -> None:
-    rows = [[name, *values] for name, values in differing_settings(runs).items()]
-    if rows:
-        page.table(["setting", *(run.name for run in runs)], rows)
+    names = [run.name for run in runs]
+    if len(runs) > 1:
+        _what_differs(page, runs, differing_settings(runs))
+    with page.fold("All settings"):
+        settings = [run.config.settings() for run in runs]
+        rows: list[_Row] = [
+            [name, *(setting_cell(own[name]) for own in settings)] for name in settings[0] if name not in NOT_SETTINGS
+        ]
+        page.table(["setting", *names], rows)
+
+
+def _what_differs(page: Page, runs: Sequence[Run], differing: dict[str, list[Any]]) -> None:
+    names = [run.name for run in runs]
+    if differing:
+        page.table(["setting", *names], [[name, *map(setting_cell, values)] for name, values in differing.items()])
     else:
         page.paragraph("No setting differs between these runs.")
+    if "data" in differing:
+        page.paragraph(
+            "These runs were trained on different data: their losses do not compare, and their scores only where "
+            "they were evaluated on the same images.",
+            note=True,
+        )
     if len({run.config.optim.seed for run in runs}) == 1:
         page.paragraph(
             "All runs have the same seed. How far scores move from seed to seed is not shown here: "
@@ -111,6 +168,8 @@ def _scores(page: Page, runs: Sequence[Run]) -> None:
         if run.evaluation is None:
             page.paragraph(f"{run.name} has not been evaluated: residua evaluate {run.path} measures it.", note=True)
     if rows := score_rows(runs):
+        if len(runs) > 2:
+            _one_row_a_run(page, runs)
         page.table(["score", *(run.name for run in runs)], rows)
     texts: dict[str, list[str]] = {}
     for run in runs:
@@ -124,6 +183,22 @@ def _scores(page: Page, runs: Sequence[Run]) -> None:
         )
 
 
+def _one_row_a_run(page: Page, runs: Sequence[Run]) -> None:
+    """Runs as rows, to be sorted by any score; with the settings that differ and are numbers."""
+    numeric = {
+        name: values
+        for name, values in differing_settings(runs).items()
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    }
+    quoted = [headline(run.evaluation) if run.evaluation else {} for run in runs]
+    names = list(dict.fromkeys(name for own in quoted for name in own))
+    rows: list[_Row] = []
+    for i, run in enumerate(runs):
+        settings = [setting_cell(values[i]) for values in numeric.values()]
+        rows.append([run.name, *settings, *(_cell_at(quoted[i].get(name, {}).get(MODEL), run) for name in names)])
+    page.table(["run", *numeric, *names], rows)
+
+
 def _curves(page: Page, runs: Sequence[Run]) -> None:
     trained = {run.name: run.metrics for run in runs if run.metrics}
     evaluated: dict[str, Report] = {run.name: run.evaluation for run in runs if run.evaluation}
@@ -131,53 +206,79 @@ def _curves(page: Page, runs: Sequence[Run]) -> None:
         page.heading("Training")
         caption = "Training loss. It compares only between runs with the same data, patches, mask ratio and target."
         page.figures((figures.loss_curves(trained), caption))
+    scores_while_training(page, runs)
     if any(len(e.layers) > 1 for e in evaluated.values()):
         page.heading("By depth")
-        depth_figures(page, evaluated)
+        parts.depth_figures(page, evaluated)
         page.paragraph(f"Grey: baselines, those of {next(iter(evaluated))}.")
 
 
-def _pictures(page: Page, runs: Sequence[Run]) -> None:
-    """Runs on the same images, patches and mask ratio share their figures."""
+@dataclass
+class _Alike:
+    """Models that take the same images, patches and mask ratio: they share their figures."""
+
+    splits: Splits
+    models: dict[str, MAE] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+
+
+def _pictures(page: Page, runs: Sequence[Run], measured: Dynamics, basis: Basis) -> None:
     missing: list[str] = []
-    alike: dict[_Key, dict[str, MAE]] = {}
-    first_of: dict[_Key, Run] = {}
+    loaded: dict[str, Splits | None] = {}
+    alike: dict[_Key, _Alike] = {}
     alphas: dict[str, list[float]] = {}
     for run in runs:
+        spec = run.config.data.data
         model = load_model(run, missing)
-        if model is not None:
-            key: _Key = (run.config.data.data, model.encoder.img_size, model.patch_size, model.mask_ratio)
-            alike.setdefault(key, {})[run.name] = model
-            first_of.setdefault(key, run)
-            alphas[run.name] = stream(model).alphas.detach().tolist()
+        if spec not in loaded:
+            loaded[spec] = load_data(run, missing)
+        splits = loaded[spec]
+        if model is None:
+            continue
+        alphas[run.name] = stream(model).alphas.detach().tolist()
+        if splits is not None:
+            key: _Key = (spec, model.encoder.img_size, model.patch_size, model.mask_ratio)
+            group = alike.setdefault(key, _Alike(splits))
+            group.models[run.name] = model
+            group.runs.append(run)
     if alphas:
         page.heading("Shortcuts")
         page.figures((figures.alpha_schedule(alphas), "x <- alpha x + f(x): alpha of each residual step."))
-    for key, models in alike.items():
-        splits = load_data(first_of[key], missing)
-        if splits is not None:
-            if len(alike) > 1:
-                page.paragraph(f"Pictures of {', '.join(models)}:")
-            look(page, models, splits)
-    for text in missing:
-        page.paragraph(text, note=True)
+    for group in alike.values():
+        if len(alike) > 1:
+            page.heading(f"Pictures of {', '.join(group.models)}")
+        _look(page, group, measured, basis)
+    parts.notes(page, missing)
+
+
+def _look(page: Page, group: _Alike, measured: Dynamics, basis: Basis) -> None:
+    with parts.attempt(page):
+        parts.norms(page, {run.name: run.path for run in group.runs}, group.models, group.splits, measured)
+    parts.look(page, group.models, group.splits, basis=basis)
+    with parts.attempt(page):
+        parts.plane(page, group.models, group.splits)
+    with parts.attempt(page):
+        parts.neighbors(page, {run.name: run.evaluation for run in group.runs if run.evaluation}, group.splits)
 
 
 def _all_numbers(page: Page, runs: Sequence[Run]) -> None:
     """Every score of every run, by block and subject."""
     table: dict[tuple[str, int, str], dict[str, Score]] = {}
     for run in runs:
-        for score in run.evaluation.scores if run.evaluation else []:
-            table.setdefault((score.name, score.layer, score.subject), {})[run.name] = score
+        if run.evaluation is None:
+            continue
+        for score in run.evaluation.scores:
+            table.setdefault((score_label(run.evaluation, score), score.layer, score.subject), {})[run.name] = score
     if not table:
         return
     page.heading("Every number")
     order = list(dict.fromkeys(name for name, _, _ in table))
     subjects = list(dict.fromkeys(subject for _, _, subject in table))
-    rows = [
-        [name, NOTHING if layer < 0 else str(layer), subject, *(show(own.get(run.name)) for run in runs)]
-        for (name, layer, subject), own in sorted(
-            table.items(), key=lambda item: (order.index(item[0][0]), subjects.index(item[0][2]), item[0][1])
-        )
-    ]
+    rows: list[_Row] = []
+    for (name, layer, subject), own in sorted(
+        table.items(), key=lambda item: (order.index(item[0][0]), subjects.index(item[0][2]), item[0][1])
+    ):
+        block = Cell(NOTHING, None) if layer < 0 else Cell(str(layer), layer)
+        label = name_cell(name, next(iter(own.values())).unit)
+        rows.append([label, block, subject, *(score_cell(own.get(run.name)) for run in runs)])
     page.table(["score", "block", "of", *(run.name for run in runs)], rows, numbers=3)

@@ -21,9 +21,9 @@ from residua.evaluate import Report
 from residua.evaluate.report import MODEL, PIXELS, RANDOM
 from residua.nn import MAE, stream
 from residua.report import figures
-from residua.report.page import Page
-from residua.report.run import depth_figures, look, neighbors
-from residua.report.runs import headline, protocol, show
+from residua.report.page import Cell, Page
+from residua.report.parts import depth_figures, look, neighbors
+from residua.report.runs import headline, name_cell, protocol, score_cell
 from residua.train.checkpoint import load
 from residua.train.config import Pretrain
 from residua.train.loop import read_metrics
@@ -130,14 +130,15 @@ def _evaluation(run: Path) -> Report:
 # ---------------------------------------------------------------- what is shown
 
 
-def _rows(evaluations: dict[str, Report]) -> list[list[str]]:
+def _rows(evaluations: dict[str, Report]) -> list[list[Cell]]:
     """score, fading, plain, random init, pixels."""
     quoted = {name: headline(report) for name, report in evaluations.items()}
     rows = []
     for score in quoted[PLAIN]:
-        values = [show(quoted[name][score].get(MODEL)) for name in evaluations]
-        baselines = [show(quoted[PLAIN][score].get(subject)) for subject in (RANDOM, PIXELS)]
-        rows.append([score, *values, *baselines])
+        values = [score_cell(quoted[name][score].get(MODEL)) for name in evaluations]
+        baselines = [score_cell(quoted[PLAIN][score].get(subject)) for subject in (RANDOM, PIXELS)]
+        unit = next(iter(quoted[PLAIN][score].values())).unit
+        rows.append([name_cell(score, unit), *values, *baselines])
     return rows
 
 
@@ -146,7 +147,7 @@ def _table(evaluations: dict[str, Report]) -> Table:
     for i, heading in enumerate(_header(evaluations)):
         table.add_column(heading, justify="right" if i else "left")
     for row in _rows(evaluations):
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(cell.text) for cell in row))
     return table
 
 
@@ -186,7 +187,7 @@ def _page(out: Path, trained: Trained, splits: Splits, seconds: float, quick: bo
     page.paragraph("Each block's features, as they stand, frozen; grey is what costs nothing.")
     depth_figures(page, evaluations)
     look(page, models, splits)
-    neighbors(page, evaluations[FADING], splits)
+    neighbors(page, {FADING: evaluations[FADING]}, splits)
     page.heading("Go on")
     page.paragraph("Both runs are ordinary run folders:")
     page.code(f'model = residua.load("{out / FADING}")')

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec
 
 import matplotlib as mpl
@@ -36,13 +37,21 @@ STYLE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
+def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     @wraps(draw)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Figure:
         with mpl.rc_context(STYLE):  # type: ignore[arg-type]
             return draw(*args, **kwargs)
 
     return wrapper
+
+
+def save(figure: Figure, path: str | Path, dpi: int = 200) -> Path:
+    """Write a figure on white, as PNG or whatever the name's ending says."""
+    path = Path(path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi, facecolor="white")
+    return path
 
 
 def run_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -58,19 +67,19 @@ def run_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-@_styled
+@styled
 def loss_curves(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     """Training loss against the step; `records` are the lines of each run's metrics.jsonl."""
-    figure, axes = _axes("step", "loss (mean squared error)")
+    figure, axes = new_axes("step", "loss (mean squared error)")
     for name, style in run_styles(records).items():
         points = [(r["step"], r["loss"]) for r in records[name] if r.get("loss") is not None]
         if points:
-            axes.plot(*zip(*points), label=_label(name), **style | {"marker": "" if len(points) > 1 else "o"})
+            axes.plot(*zip(*points), label=label(name), **style | {"marker": "" if len(points) > 1 else "o"})
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    return _finish(figure, axes)
+    return finish(figure, axes)
 
 
-@_styled
+@styled
 def depth_curves(
     metric: str,
     runs: Mapping[str, Curve],
@@ -78,45 +87,95 @@ def depth_curves(
     unit: str = "%",
 ) -> Figure:
     """A score by block. Baselines are grey: a curve by layer, or a level line where they have no layers."""
-    figure, axes = _axes("block", f"{metric} ({unit})" if unit else metric)
+    figure, axes = new_axes("block", f"{metric} ({unit})" if unit else metric)
     for name, style in run_styles(runs).items():
-        _draw_curve(axes, runs[name], label=_label(name), **style)
+        _draw_curve(axes, runs[name], label=label(name), **style)
     for (name, value), dashes in zip((baselines or {}).items(), _cycle((":", "--", "-."))):
         if isinstance(value, Mapping):
             style = {"marker": ".", "markersize": 5} if len(value) == 1 else {}
-            _draw_curve(axes, value, label=_label(name), color=REFERENCE, linestyle=dashes, **style)
+            _draw_curve(axes, value, label=label(name), color=REFERENCE, linestyle=dashes, **style)
         else:
-            axes.axhline(value, color=REFERENCE, linestyle=dashes, label=_label(name))
+            axes.axhline(value, color=REFERENCE, linestyle=dashes, label=label(name))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return _finish(figure, axes)
+    return finish(figure, axes)
 
 
-@_styled
+@styled
 def alpha_schedule(alphas: Mapping[str, Sequence[float]]) -> Figure:
     """alpha of every residual step, in order."""
-    figure, axes = _axes("residual step (attention and MLP of each block)", "alpha (share of the stream kept)")
+    figure, axes = new_axes("residual step (attention and MLP of each block)", "alpha (share of the stream kept)")
     for name, style in run_styles(alphas).items():
         values = [float(a) for a in alphas[name]]
-        axes.plot(range(len(values)), values, label=_label(name), **style)
+        axes.plot(range(len(values)), values, label=label(name), **style)
     axes.set_ylim(min(0.45, axes.get_ylim()[0]), 1.03)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return _finish(figure, axes)
+    return finish(figure, axes)
 
 
-@_styled
+@styled
 def reconstructions(rows: Mapping[str, np.ndarray]) -> Figure:
     """Labelled rows of pictures, each (N, h, w, 3) in [0, 1]: truth, masked, then one row per model."""
-    return _picture_rows(rows)
+    return _picture_rows(list(rows.items()))
 
 
-@_styled
-def feature_maps(images: np.ndarray, maps: Mapping[str, np.ndarray]) -> Figure:
-    """Under each picture (N, h, w, 3), its patch features of every model as colours (N, rows, cols, 3)."""
+@styled
+def feature_maps(images: np.ndarray, maps: Mapping[str, np.ndarray], title: str = "") -> Figure:
+    """Under each picture (N, h, w, 3), its patches of every model as colours (N, rows, cols, 3)."""
     size = images.shape[1:3]
-    return _picture_rows({"image": images} | {name: _enlarge(m, size) for name, m in maps.items()})
+    return _picture_rows([("image", images), *((name, _enlarge(m, size)) for name, m in maps.items())], title)
 
 
-@_styled
+@styled
+def attention_maps(images: np.ndarray, maps: Mapping[str, np.ndarray], title: str = "") -> Figure:
+    """Under each picture (N, h, w, 3), how much attention its patches get (N, rows, cols), dark to bright.
+
+    Each picture is scaled by its own least and greatest weight.
+    """
+    shade = mpl.colormaps["inferno"]
+    size = images.shape[1:3]
+    rows = [("image", images)]
+    for name, weights in maps.items():
+        if not np.isfinite(weights).all():
+            raise ValueError(f"the attention of {name} is not finite; did training diverge?")
+        low, high = (f(weights, axis=(1, 2), keepdims=True) for f in (np.min, np.max))
+        unit = (weights - low) / np.maximum(high - low, 1e-12)
+        rows.append((name, _enlarge(shade(unit)[..., :3], size)))
+    return _picture_rows(rows, title)
+
+
+@styled
+def class_plane(planes: Mapping[str, Any]) -> Figure:
+    """t-SNE of several models side by side (`Projection`s of the same images), the silhouette score above each."""
+    columns = min(3, len(planes))
+    rows = -(-len(planes) // columns)
+    classes = next(iter(planes.values())).classes
+    height = 3.3 * rows + 0.22 * -(-len(classes) // (2 * columns)) + 0.2
+    figure = Figure((4.6 if columns == 1 else 3.0 * columns, height + 0.9 * (columns == 1)), layout="constrained")
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    colours = mpl.colormaps["tab10"].colors  # type: ignore[attr-defined]
+    for axes in grid:
+        axes.axis("off")
+    for (name, plane), axes in zip(planes.items(), grid):
+        for i, text in enumerate(classes):
+            x, y = plane.points[plane.labels == i].T
+            marker = _MARKERS[i // len(colours) % len(_MARKERS)]
+            axes.plot(x, y, marker, color=colours[i % len(colours)], label=label(text), markersize=3.2, alpha=0.85)
+        scores = f"silhouette {plane.silhouette:.3f}\nin the plane {plane.silhouette_plane:.3f}"
+        axes.set_title(f"{_short(name)}\n{scores}", fontsize=10)
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3 if columns == 1 else 2 * columns)
+    return figure
+
+
+@styled
+def neighbor_rows(pictures: Mapping[str, np.ndarray], queries: int = 4) -> Figure:
+    """(Q, 1 + k, h, w, 3) of several models with the same queries: for each query a row per model."""
+    first = next(iter(pictures.values()))
+    rows = [(name, found[q]) for q in range(min(queries, len(first))) for name, found in pictures.items()]
+    return _picture_rows(rows, "query, then nearest first", apart=first.shape[3] // 3, every=len(pictures))
+
+
+@styled
 def neighbor_grid(pictures: np.ndarray) -> Figure:
     """(Q, 1 + k, h, w, 3): a query in each row, then its neighbours, nearest first."""
     count, height, width = pictures.shape[1:4]
@@ -134,18 +193,35 @@ def neighbor_grid(pictures: np.ndarray) -> Figure:
     return figure
 
 
-def _picture_rows(rows: Mapping[str, np.ndarray]) -> Figure:
-    """Rows of equally many pictures of one size, the label at the left of each."""
-    first = next(iter(rows.values()))
-    count, height = first.shape[0], first.shape[1]
+def _picture_rows(rows: Sequence[tuple[str, np.ndarray]], title: str = "", apart: int = 0, every: int = 0) -> Figure:
+    """Rows of equally many pictures of one size, the label at the left of each.
+
+    `apart` pixels set the first picture of a row off; a wider gap follows `every` so many rows.
+    """
+    count, height, width = rows[0][1].shape[:3]
     gap = _gap(height)
-    figure, axes = _sheet(_stack([_tile(_opaque(r), gap) for r in rows.values()], gap), columns=count)
+    strips: list[np.ndarray] = []
+    places: list[float] = []
+    top = 0
+    for i, (_, row) in enumerate(rows):
+        if i:
+            wide = gap * (3 if every and i % every == 0 else 1)
+            strips.append(np.zeros((wide, strips[0].shape[1], 4)))
+            top += wide
+        strip = _tile(_opaque(row), gap)
+        strips.append(np.insert(strip, [width] * apart, 0.0, axis=1))
+        places.append(top + height / 2)
+        top += height
+    figure, axes = _sheet(np.concatenate(strips), columns=count)
     axes.axis("on")
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_yticks([i * (height + gap) + height / 2 for i in range(len(rows))], [_short(n) for n in rows])
+    axes.set_yticks(places, [_short(name) for name, _ in rows])
     axes.set_xticks([])
     axes.tick_params(length=0)
+    if title:
+        axes.set_title(title, fontsize=10, loc="left")
+        figure.set_figheight(figure.get_figheight() + 0.3)
     return figure
 
 
@@ -189,7 +265,7 @@ def _gap(side: int) -> int:
     return max(1, round(side / 12))
 
 
-def _axes(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+def new_axes(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     figure = Figure(_SIZE, layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel(xlabel)
@@ -202,7 +278,7 @@ def _draw_curve(axes: Axes, curve: Curve, **style: Any) -> None:
     axes.plot(layers, [curve[i] for i in layers], **style)
 
 
-def _finish(figure: Figure, axes: Axes) -> Figure:
+def finish(figure: Figure, axes: Axes) -> Figure:
     """The legend above the axes, where it hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
@@ -210,9 +286,9 @@ def _finish(figure: Figure, axes: Axes) -> Figure:
     return figure
 
 
-def _label(name: str) -> str:
+def label(name: str, most: int = 24) -> str:
     """matplotlib leaves names that begin with an underscore out of legends."""
-    return f"\u200b{_short(name)}" if name.startswith("_") else _short(name)
+    return f"\u200b{_short(name, most)}" if name.startswith("_") else _short(name, most)
 
 
 def _short(name: str, most: int = 24) -> str:

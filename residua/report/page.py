@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from html import escape
 from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -17,43 +21,21 @@ from matplotlib.figure import Figure
 from residua import __version__
 from residua.report.figures import INK
 
-_CSS = """
-:root { color-scheme: light dark;
-  --ink: #1b1c1d; --paper: #fff; --rule: #d5d8dc; --soft: #5b626b; --tint: #f4f5f7; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e7e9; --paper: #15171a; --rule: #3a3f46; --soft: #a3a9b2; --tint: #1e2126; }
-}
-@media print { :root { --ink: #000; --paper: #fff; --rule: #bbb; --soft: #444; --tint: #f4f4f4; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 3rem;
-  background: var(--paper); color: var(--ink);
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .5rem; }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; padding-top: .6rem; border-top: 1px solid var(--rule); }
-p, li { max-width: 44rem; overflow-wrap: anywhere; } p { margin: .5rem 0; }
-.note { border-left: 3px solid #d55e00; background: var(--tint); padding: .5rem .9rem; margin: 1rem 0; }
-.wide { overflow-x: auto; margin: .6rem 0; }
-table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: var(--soft); font-size: .88rem; padding-bottom: .3rem; }
-th, td { padding: .28rem .8rem .28rem 0; text-align: left; vertical-align: top;
-  border-bottom: 1px solid var(--rule); }
-th { font-weight: 600; } td.n, th.n { text-align: right; white-space: nowrap; }
-td.long { overflow-wrap: anywhere; min-width: 8rem; }
-.figures { display: grid; gap: 1.2rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
-.figures.single { grid-template-columns: minmax(0, 1fr); }
-figure { margin: .4rem 0; break-inside: avoid; min-width: 0; }
-figure svg { display: block; width: 100%; height: auto; } .single figure svg { max-width: 46rem; }
-svg.pixels image { image-rendering: pixelated; }
-figcaption { color: var(--soft); font-size: .88rem; max-width: 44rem; }
-code { font: .9em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
-footer { margin-top: 2.5rem; padding-top: .6rem; border-top: 1px solid var(--rule);
-  color: var(--soft); font-size: .85rem; }
-"""
+_ASSETS = Path(__file__).parent
+_COLUMN = 5.0  # inches: a wider figure is a sheet, which a phone pans over instead of shrinking
+
+
+class Cell(NamedTuple):
+    """What a table shows, and the value behind it: that is what sorts and what a CSV file gets. None: missing."""
+
+    text: str
+    value: float | str | None
 
 
 class Page:
     """Built top to bottom; every text is escaped, so any name of a run, class or file may stand in it.
+
+    In a browser tables sort by a click on a heading and download as CSV, figures as PNG and SVG (page.js).
 
     >>> page = Page("Two runs")
     >>> page.heading("Scores"); page.table(["run", "kNN"], [["a", "41.0 %"]]); page.save(Path("page.html"))
@@ -64,8 +46,11 @@ class Page:
         self.command = command_line() if command is None else command
         self._parts: list[str] = []
         self._figures = 0
+        self._section = title
+        self._names: Counter[str] = Counter()
 
     def heading(self, text: str) -> None:
+        self._section = text
         self._parts.append(f"<h2>{escape(text)}</h2>")
 
     def paragraph(self, text: str, *, note: bool = False) -> None:
@@ -78,25 +63,36 @@ class Page:
     def code(self, text: str) -> None:
         self._parts.append(f"<p><code>{escape(text)}</code></p>")
 
+    @contextmanager
+    def fold(self, title: str) -> Iterator[None]:
+        """What is added inside shows when its title is clicked, and in print."""
+        self._parts.append(f"<details><summary>{escape(title)}</summary>")
+        yield
+        self._parts.append("</details>")
+
     def table(
         self,
         header: Sequence[str],
-        rows: Sequence[Sequence[str]],
+        rows: Sequence[Sequence[str | Cell]],
         *,
         caption: str = "",
         numbers: int | None = None,
     ) -> None:
-        """Columns from `numbers` on (default: all but the first) are set flush right."""
+        """Columns from `numbers` on (default: all but the first) are set flush right.
+
+        Plain text sorts as the number it spells, or as words; a `Cell` by its value.
+        """
         first = 1 if numbers is None else numbers
 
-        def line(cells: Sequence[str], tag: str) -> str:
+        def line(cells: Sequence[str | Cell], tag: str) -> str:
             kinds = ["n" if i >= first else "long" if tag == "td" else "" for i in range(len(cells))]
-            return "<tr>" + "".join(f"<{tag}{_class(k)}>{escape(c)}</{tag}>" for k, c in zip(kinds, cells)) + "</tr>"
+            return "<tr>" + "".join(_cell(tag, kind, cell) for kind, cell in zip(kinds, cells)) + "</tr>"
 
         title = f"<caption>{escape(caption)}</caption>" if caption else ""
         head = f"<thead>{line(header, 'th')}</thead>" if any(header) else ""
         body = "".join(line(row, "td") for row in rows)
-        self._parts.append(f'<div class="wide"><table>{title}{head}<tbody>{body}</tbody></table></div>')
+        table = f'<table data-name="{self._name()}">{title}{head}<tbody>{body}</tbody></table>'
+        self._parts.append(f'<div class="wide">{table}</div>')
 
     def figures(self, *figures: tuple[Figure, str]) -> None:
         """Figures with their captions, side by side where there is room."""
@@ -104,19 +100,28 @@ class Page:
         for figure, caption in figures:
             self._figures += 1
             svg = inline_svg(figure, f"f{self._figures}", caption)
-            drawn.append(f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>")
+            sheet = _class("sheet" if figure.get_figwidth() > _COLUMN else "")
+            drawing = f'<div class="drawing">{svg}</div><figcaption>{escape(caption)}</figcaption>'
+            drawn.append(f'<figure{sheet} data-name="{self._name()}">{drawing}</figure>')
         single = " single" if len(figures) == 1 else ""
         self._parts.append(f'<div class="figures{single}">{"".join(drawn)}</div>')
+
+    def _name(self) -> str:
+        """What a downloaded table or figure is called: after its section, numbered from the second on."""
+        name = re.sub(r"[^a-z0-9]+", "-", self._section.lower()).strip("-")[:60] or "page"
+        self._names[name] += 1
+        return name if self._names[name] == 1 else f"{name}-{self._names[name]}"
 
     def html(self) -> str:
         made = f"residua {__version__}, {date.today()}"
         command = f" · <code>{escape(self.command)}</code>" if self.command else ""
         title, body = escape(self.title), "\n".join(self._parts)
+        css, script = ((_ASSETS / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
         return (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{title}</title>\n<style>{_CSS}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{body}\n"
-            f"<footer>{made}{command}</footer>\n</body>\n</html>\n"
+            f"<title>{title}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{body}\n"
+            f"<footer>{made}{command}</footer>\n<script>\n{script}</script>\n</body>\n</html>\n"
         )
 
     def save(self, path: Path) -> Path:
@@ -142,7 +147,7 @@ def inline_svg(figure: Figure, prefix: str, label: str) -> str:
     )
     svg = svg.replace("xlink:href=", "href=").replace(INK, "currentColor")
     svg = re.sub(r'(\sid="|\shref="#|url\(#)', lambda m: f"{m[1]}{prefix}-", svg)
-    small = ' class="pixels"' if _has_small_picture(figure) else ""
+    small = ' style="image-rendering: pixelated"' if _has_small_picture(figure) else ""
     return svg.replace("<svg", f'<svg{small} role="img" aria-label="{escape(label)}"', 1)
 
 
@@ -160,6 +165,17 @@ def command_line() -> str:
     if program.name == "__main__.py" and program.parent.name == "residua":
         return shlex.join(["python", "-m", "residua", *sys.argv[1:]])
     return ""
+
+
+def _cell(tag: str, kind: str, cell: str | Cell) -> str:
+    if isinstance(cell, str):
+        text, value = cell, ""
+    else:
+        missing = cell.value is None or (isinstance(cell.value, float) and math.isnan(cell.value))
+        text, value = cell.text, f' data-value="{"" if missing else escape(str(cell.value))}"'
+        kind += " words" if kind == "n" and isinstance(cell.value, str) else ""
+    scope = ' scope="col"' if tag == "th" else ""
+    return f"<{tag}{scope}{_class(kind)}{value}>{escape(text)}</{tag}>"
 
 
 def _class(name: str) -> str:

@@ -1,4 +1,4 @@
-"""From tensors to pictures: images, reconstructions, patch features and neighbours, ready to be drawn."""
+"""From tensors to pictures: images, reconstructions and neighbours, ready to be drawn."""
 
 from __future__ import annotations
 
@@ -7,25 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from residua.data import Source, Splits
-from residua.data.source import evenly
+from residua.data import Preprocessing, Source, Splits
+from residua.data.augment import per_channel
 from residua.evaluate import Report
 from residua.evaluate.features import frozen, preprocessing_of
 from residua.evaluate.neighbors import Neighbors, neighbor_images
-from residua.nn import MAE, encoder_of
+from residua.nn import MAE
 
 Range = tuple[Tensor, Tensor]
 HIDDEN = 0.5  # the grey of a hidden patch
-
-
-def sample(model: nn.Module, splits: Splits, count: int = 8) -> Tensor:
-    """Test images (training ones where there are none), as the model takes them: normalised (N, C, h, w)."""
-    source = splits.test or splits.train
-    preprocessing = preprocessing_of(model, splits.train)
-    target = max(preprocessing.img_size)
-    return preprocessing([source.read(i, target) for i in evenly(len(source), count)])
 
 
 def reconstruct(models: Mapping[str, MAE], images: Tensor, source: Source, seed: int = 0) -> dict[str, np.ndarray]:
@@ -33,45 +25,38 @@ def reconstruct(models: Mapping[str, MAE], images: Tensor, source: Source, seed:
     first = next(iter(models.values()))
     noise = torch.rand(len(images), first.num_patches, generator=torch.Generator().manual_seed(seed))
     preprocessing = preprocessing_of(first, source)
+    _check_alike(models)
     truth = preprocessing.denormalize(images)
     limits = display_range(truth, source)
     rows: dict[str, np.ndarray] = {"truth": displayable(truth, limits)}
     for name, model in models.items():
+        own = preprocessing_of(model, source)
         with frozen(model) as device:
-            filled, mask = model.reconstruct(images.to(device), noise.to(device))
+            filled, mask = model.reconstruct(renormalize(images, preprocessing, own).to(device), noise.to(device))
+        if not filled.isfinite().all():
+            raise ValueError(f"what {name} fills in is not finite; did training diverge?")
         if "masked" not in rows:
             shown = displayable(truth, limits)
             hidden = mask.cpu().permute(0, 2, 3, 1).numpy()
             rows["masked"] = shown * (1 - hidden) + HIDDEN * hidden
-        rows[name] = displayable(preprocessing.denormalize(filled.float().cpu()), limits)
+        rows[name] = displayable(own.denormalize(filled.float().cpu()), limits)
     return rows
 
 
-@torch.no_grad()
-def patch_colors(model: nn.Module, images: Tensor) -> np.ndarray:
-    """Last-block patch features as colours, (N, rows, cols, 3): see `principal_rgb`."""
-    encoder = encoder_of(model)
-    with frozen(model) as device:
-        tokens = encoder.forward_features(images.to(device))[:, encoder.num_prefix_tokens :].float().cpu()
-    rows, cols = (n // p for n, p in zip(images.shape[2:], encoder.patch_size))
-    return principal_rgb(tokens).reshape(len(images), rows, cols, 3)
+def renormalize(images: Tensor, before: Preprocessing, after: Preprocessing) -> Tensor:
+    """Images normalised by one model's statistics, by another's instead; the same tensor where they agree."""
+    if (before.mean, before.std) == (after.mean, after.std):
+        return images
+    plain = images * per_channel(before.std, images) + per_channel(before.mean, images)
+    return (plain - per_channel(after.mean, images)) / per_channel(after.std, images)
 
 
-def principal_rgb(tokens: Tensor) -> np.ndarray:
-    """(N, P, D) -> (N, P, 3): the first three principal directions of all N * P features, each in [0, 1].
-
-    One basis for all images; the largest entry of a direction is positive; the outer 1 % are clipped.
-    """
-    x = tokens.flatten(0, 1).double()
-    x = x - x.mean(0)
-    directions = torch.linalg.svd(x, full_matrices=False).Vh[:3]
-    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
-    scores = x @ (directions * largest.sign()).T
-    if scores.shape[1] < 3:
-        scores = nn.functional.pad(scores, (0, 3 - scores.shape[1]))
-    low, high = torch.quantile(scores, torch.tensor([0.01, 0.99], dtype=scores.dtype), dim=0)
-    unit = ((scores - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
-    return unit.unflatten(0, tokens.shape[:2]).numpy()
+def _check_alike(models: Mapping[str, MAE]) -> None:
+    """One mask fits all only where images, patches and the share that is hidden are the same."""
+    kinds = {name: (m.encoder.img_size, m.patch_size, m.mask_ratio, m.encoder.in_chans) for name, m in models.items()}
+    if len(set(kinds.values())) > 1:
+        told = ", ".join(f"{name}: {k[0]} px, patch {k[1]}, {k[2]:.0%} hidden" for name, k in kinds.items())
+        raise ValueError(f"one mask cannot serve models of different images, patches or mask ratios ({told})")
 
 
 def neighbor_pictures(evaluation: Report, splits: Splits) -> np.ndarray | None:
@@ -89,9 +74,14 @@ def neighbor_pictures(evaluation: Report, splits: Splits) -> np.ndarray | None:
             nearest = torch.tensor([[number[name] for name in row["neighbors"]] for row in named])
             found = Neighbors(queries, nearest, torch.zeros(nearest.shape))
             images = neighbor_images(source, found, img_size=min(96, max(evaluation.img_size)))
-            limits = display_range(images.flatten(0, 1), source)
-            return displayable(images.flatten(0, 1), limits).reshape(*nearest.shape[:1], -1, *images.shape[3:], 3)
+            return displayable_grid(images, source)
     return None
+
+
+def displayable_grid(images: Tensor, source: Source) -> np.ndarray:
+    """(Q, k, C, h, w) as (Q, k, h, w, 3), one range of values for all."""
+    flat = images.flatten(0, 1)
+    return displayable(flat, display_range(flat, source)).reshape(*images.shape[:2], *images.shape[3:], 3)
 
 
 def display_range(images: Tensor, source: Source) -> Range | None:

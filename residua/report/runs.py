@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from residua.evaluate import Report, Score
 from residua.evaluate.report import MODEL, NOTHING, PIXELS, RANDOM
+from residua.report.page import Cell
 from residua.train.config import Pretrain
-from residua.train.loop import read_metrics
 
+NOT_SETTINGS = {"out", "resume", "dry_run"}  # where a run went and how it was called, not what it is
 SUBJECTS = (MODEL, RANDOM, PIXELS)
 
 
@@ -23,7 +24,7 @@ class NotARun(ValueError):
 
 @dataclass
 class Run:
-    """One run folder. `evaluation` is None where the run was not evaluated."""
+    """One run folder. `evaluation` is None where the run was not evaluated; `notes` say what could not be read."""
 
     name: str
     path: Path
@@ -31,6 +32,7 @@ class Run:
     metrics: list[dict[str, Any]]
     environment: dict[str, Any]
     evaluation: Report | None
+    notes: list[str] = field(default_factory=list)
 
 
 def read_run(path: str | Path, name: str | None = None) -> Run:
@@ -47,7 +49,13 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
         evaluation = Report.from_dict(scores) if scores else None
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise NotARun(f"the run {path} cannot be read: {error}") from error
-    return Run(name or path.resolve().name, path, config, read_metrics(path), environment, evaluation)
+    name = name or path.resolve().name
+    metrics, broken = _metrics(path)
+    notes = []
+    if broken:
+        lines = "1 line" if broken == 1 else f"{broken:,} lines"
+        notes.append(f"{name}: {lines} of metrics.jsonl cannot be read and {'is' if broken == 1 else 'are'} left out.")
+    return Run(name, path, config, metrics, environment, evaluation, notes)
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
@@ -55,6 +63,23 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     folders = [Path(path).expanduser() for path in paths]
     names = _short_names([folder.resolve() for folder in folders])
     return [read_run(folder, name) for folder, name in zip(folders, names)]
+
+
+def differing_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Setting -> its value in each run, for those settings alone that are not the same in all."""
+    settings = [run.config.settings() for run in runs]
+    rows = {name: [own[name] for own in settings] for name in settings[0] if name not in NOT_SETTINGS}
+    return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
+
+
+def while_training(run: Run) -> dict[str, dict[float, float]]:
+    """Metric -> epoch -> value, of the evaluations that `--eval-every` made while the run trained."""
+    found: dict[str, dict[float, float]] = {}
+    for record in run.metrics:
+        for key, value in record.items():
+            if key.startswith("eval/") and isinstance(value, int | float) and isinstance(record.get("epoch"), float):
+                found.setdefault(key.removeprefix("eval/").replace("_", " "), {})[record["epoch"]] = float(value)
+    return found
 
 
 # ---------------------------------------------------------------- scores in words
@@ -65,21 +90,51 @@ def show(score: Score | None) -> str:
     return NOTHING if score is None else str(score)
 
 
+def score_cell(score: Score | None) -> Cell:
+    """A score in a page's table: as it is quoted, with all its digits behind it."""
+    return Cell(show(score), None if score is None else score.value)
+
+
+def name_cell(name: str, unit: str) -> Cell:
+    """The name of a row of scores; a CSV file, whose numbers are bare, has the unit here."""
+    return Cell(name, f"{name}, {unit}" if unit else name)
+
+
+def score_label(report: Report, score: Score) -> str:
+    """A score's name, with its read-out where that is not the report's first."""
+    own = score.settings.get("readout")
+    return score.name if own in (None, *_main_readouts(report)) else f"{score.name}, read-out {own}"
+
+
+def interval_cell(score: Score | None) -> Cell:
+    """The 95 % interval of an accuracy over the test images, where it is known."""
+    if score is None or "interval" not in score.settings:
+        return Cell(NOTHING, None)
+    text = "{:.1f} to {:.1f}".format(*score.settings["interval"])
+    return Cell(f"{text} %", text)
+
+
 def headline(report: Report) -> dict[str, dict[str, Score]]:
-    """The scores to quote, name -> subject -> score: of the last layer, for the probe of the one it chose."""
+    """The scores to quote, label -> subject -> score: of the last layer, for the probe of the one it chose."""
     found: dict[str, dict[str, Score]] = {}
     for score in report.scores:
-        best = found.setdefault(score.name, {}).get(score.subject)
+        own = found.setdefault(score_label(report, score), {})
+        best = own.get(score.subject)
         if best is None or _rank(score) > _rank(best):
-            found[score.name][score.subject] = score
+            own[score.subject] = score
     return found
 
 
 def by_depth(report: Report, metric: str, subject: str = MODEL) -> dict[int, float]:
-    """A metric by block, for the smallest k where there are several."""
+    """A metric by block, for the first read-out and the smallest k where there are several."""
     own = [s for s in report.scores if (s.metric, s.subject) == (metric, subject) and s.value == s.value]
+    own = [s for s in own if s.settings.get("readout", PIXELS) in _main_readouts(report)]
     ks = {s.settings["k"] for s in own if "k" in s.settings}
     return {s.layer: s.value for s in own if not ks or s.settings["k"] == min(ks)}
+
+
+def _main_readouts(report: Report) -> tuple[str, str]:
+    return report.readout.split(", ")[0], PIXELS
 
 
 def protocol(report: Report) -> str:
@@ -97,6 +152,21 @@ def protocol(report: Report) -> str:
 
 def _rank(score: Score) -> tuple[bool, int]:
     return bool(score.settings.get("selected")), score.layer
+
+
+def _metrics(run: Path) -> tuple[list[dict[str, Any]], int]:
+    """The records of metrics.jsonl that hold a step, and the number of lines that do not."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records, sum(bool(line.strip()) for line in lines) - len(records)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from residua.data import Splits
 from residua.evaluate import nearest_neighbors, neighbor_images
+from residua.evaluate.neighbors import neighbors_of
 
 
 def test_equals_scikit_learn() -> None:
@@ -45,3 +46,17 @@ def test_images_stand_beside_their_query(digits: Splits) -> None:
 def test_too_few_images() -> None:
     with pytest.raises(ValueError, match="among 5 images"):
         nearest_neighbors(torch.randn(5, 3), n_queries=2, k=5)
+
+
+def test_neighbours_of_queries_from_elsewhere_are_those_of_greatest_cosine() -> None:
+    torch.manual_seed(0)
+    bank, queries = torch.randn(40, 6), torch.randn(3, 6)
+    found = neighbors_of(queries, bank, k=5)
+    cosine = torch.cosine_similarity(queries[:, None], bank[None], dim=2)
+    value, index = cosine.topk(5, dim=1)
+    assert torch.equal(found.indices, index)
+    torch.testing.assert_close(found.similarity, value)
+    with pytest.raises(ValueError, match="41 neighbours"):
+        neighbors_of(queries, bank, k=41)
+    with pytest.raises(ValueError, match="made by one model"):
+        neighbors_of(queries[:, :3], bank)

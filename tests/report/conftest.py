@@ -1,7 +1,7 @@
 """Run folders: made by hand for what is read, and one real pair from the quick demo."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,12 @@ from rich.table import Table
 
 from residua.evaluate import Report, Score
 from residua.report import demo
+from residua.report import page as page_module
 from residua.train.config import Pretrain
 
+from .browser import Browser, find
+
+SCRIPT = Path(page_module.__file__).with_name("page.js")
 VOID = {"meta", "br", "hr", "img", "input", "link", "path", "use", "image", "rect", "circle", "stop"}
 
 
@@ -21,7 +25,7 @@ class Checked(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.text, self.tags, self.refers, self.ids = "", [], [], []
+        self.text, self.tags, self.refers, self.ids, self.scripts = "", [], [], [], []
         self.open: list[str] = []
         self.feed(page)
         self.close()
@@ -48,7 +52,9 @@ class Checked(HTMLParser):
         self.open.pop()
 
     def handle_data(self, data: str) -> None:
-        if self.open[-1:] != ["style"]:
+        if self.open[-1:] == ["script"]:
+            self.scripts.append(data)
+        elif self.open[-1:] != ["style"]:
             self.text += data
 
 
@@ -61,7 +67,9 @@ def read_page() -> Callable[[Path], Checked]:
         found = Checked(page)
         assert not found.open
         assert all(r.startswith(("data:image/png;base64,", "#")) for r in found.refers), found.refers
-        assert not {"script", "link", "iframe", "object", "img"} & set(found.tags)
+        assert not {"link", "iframe", "object", "img"} & set(found.tags)
+        assert found.tags.count("script") == 1
+        assert found.scripts == ["\n" + SCRIPT.read_text(encoding="utf-8")], "no script but the page's own"
         assert len(found.ids) == len(set(found.ids))
         assert {r[1:] for r in found.refers if r.startswith("#")} <= set(found.ids)
         assert "url(http" not in page
@@ -100,6 +108,17 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         return run
 
     return make
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A headless browser, where the machine has one."""
+    program = find()
+    if program is None:
+        pytest.skip("no Chromium, Chrome or Edge on this machine (set BROWSER_FOR_TESTS to its path)")
+    found = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield found
+    found.close()
 
 
 @pytest.fixture(scope="session")

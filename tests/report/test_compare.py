@@ -1,16 +1,22 @@
 """Comparisons: exactly the settings that differ, every number, and plain words about what is missing."""
 
+import json
+import re
+import shutil
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+import residua
+from residua import cli
 from residua.report import NotARun, compare, comparison_table
-from residua.report.compare import differing_settings
-from residua.report.runs import read_runs
+from residua.report.runs import differing_settings, read_runs
+from residua.train.checkpoint import write_checkpoint
 
 Make = Callable[..., Path]
 Read = Callable[[Path], Any]
@@ -25,10 +31,14 @@ def printed(table: object) -> str:
 def test_only_settings_that_differ_are_shown(tmp_path: Path, make_run: Make, read_page: Read) -> None:
     runs = [make_run("a", alpha_min=0.9, seed=1), make_run("b", knn=39.25, alpha_min=1.0, scale=(0.5, 1.0), seed=1)]
     differing = differing_settings(read_runs(runs))
-    assert differing == {"scale": ["0.2, 1", "0.5, 1"], "alpha_min": ["0.9", "1"]}
+    assert differing == {"scale": [(0.2, 1.0), (0.5, 1.0)], "alpha_min": [0.9, 1.0]}
     text = read_page(compare(runs, tmp_path / "c.html")).text
-    assert "alpha_min" in text
-    assert "weight_decay" not in text
+    shown, folded = text.split("All settings")
+    assert "alpha_min" in shown
+    assert "0.2, 1" in shown
+    assert "weight_decay" not in shown
+    assert "weight_decay" in folded
+    assert "weight_decay" not in printed(comparison_table(runs))
     for number in ("41.5 %", "39.2 %", "21.5 %", "29.2 %", "39.5 %", "1.23 nats"):  # both runs, baselines, layers
         assert number in text
     assert "same seed" in text
@@ -61,8 +71,10 @@ def test_hostile_and_equal_folder_names(tmp_path: Path, make_run: Make, read_pag
 def test_no_runs(tmp_path: Path, make_run: Make) -> None:
     run, out = make_run("a"), tmp_path / "c.html"
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NotARun, match="two or more"):
+    with pytest.raises(NotARun, match="1 run given: a comparison needs two or more"):
         compare([run], out)
+    with pytest.raises(NotARun, match="no run given"):
+        compare([], out, along=True)
     with pytest.raises(NotARun, match="no such folder"):
         compare([run, tmp_path / "nowhere"], out)
     with pytest.raises(NotARun, match=r"no config\.yaml"):
@@ -81,4 +93,75 @@ def test_real_runs_side_by_side(tmp_path: Path, quick_demo: Any, read_page: Read
     assert list(differing_settings(read_runs(runs))) == ["alpha_min"]
     assert "Reconstructions" in found.text
     assert "principal components" in found.text
-    assert sum(r.startswith("data:image/png") for r in found.refers) == 2
+    for part in ("Attention", "Classes in the plane", "Nearest neighbours", "Feature norms"):
+        assert part in found.text
+    assert sum(r.startswith("data:image/png") for r in found.refers) == 4
+    assert found.tags.count("details") == 1
+
+
+def test_runs_of_other_data_patches_and_depths(
+    tmp_path: Path, quick_demo: Any, make_run: Make, read_page: Read
+) -> None:
+    """One real run, one of other data without weights: each number once, and words about the rest."""
+    real, other = quick_demo[0].parent / "plain", make_run("other", data="folder:/nowhere/at/all", depth=3)
+    found = read_page(compare([real, other], tmp_path / "c.html"))
+    assert "trained on different data" in found.text
+    assert "differ in data or protocol" in found.text
+    assert "No pictures of other" in found.text
+    assert "Reconstructions" in found.text
+
+
+def test_every_run_in_a_row_where_there_are_several(tmp_path: Path, make_run: Make) -> None:
+    runs = [make_run(f"r{i}", knn=40.0 + i, alpha_min=1 - i / 10) for i in range(3)]
+    html = compare(runs, tmp_path / "c.html").read_text()
+    row = html[html.index('<td class="long">r1</td>') :]
+    values = re.findall(r'data-value="([^"]*)"', row[: row.index("</tr>")])
+    assert values == ["0.9", "41.0", "1.23"], "alpha_min, kNN, rank, with all their digits"
+
+
+def test_broken_metrics_are_said_and_the_rest_is_drawn(tmp_path: Path, make_run: Make, read_page: Read) -> None:
+    runs = [make_run("a"), make_run("b", seed=2)]
+    metrics = runs[1] / "metrics.jsonl"
+    metrics.write_text("{ broken\n[1]\n" + metrics.read_text() + '{"step": 30, "lo')
+    found = read_page(compare(runs, tmp_path / "c.html"))
+    assert "b: 3 lines of metrics.jsonl cannot be read and are left out" in found.text
+    assert [record["step"] for record in read_runs(runs)[1].metrics] == [1, 10, 20]
+
+
+def test_scores_while_training_are_drawn_for_nothing(tmp_path: Path, make_run: Make, read_page: Read) -> None:
+    runs = [make_run("a"), make_run("b", alpha_min=1.0)]
+    for run in runs:
+        lines = [{"step": s, "epoch": s / 10, "loss": 1.0, "eval/linear_probe": 10.0 + s} for s in (10, 20)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_page(compare(runs, tmp_path / "c.html"))
+    assert "While training" in found.text
+    assert "alpha_min 0.9" in found.text
+
+
+def test_at_the_terminal(
+    tmp_path: Path, quick_demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [str(quick_demo[0].parent / name) for name in ("fading", "plain")]
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["compare", *runs, "--dynamics", "--limit", "50", "--colors", "spectral", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "measuring fading: step 8" in said
+    assert "page: comparison.html" in said
+    assert "spectral eigenvectors" in (tmp_path / "comparison.html").read_text()
+    assert cli.main(["compare", runs[0]]) == 2
+    assert "two or more" in capsys.readouterr().err
+    assert cli.main(["compare", *runs, "--limit", "-1"]) == 2
+    assert "--limit -1" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_diverged_model_costs_its_pictures_not_the_page(tmp_path: Path, quick_demo: Any, read_page: Read) -> None:
+    runs = []
+    for name in ("fading", "plain"):
+        runs.append(tmp_path / name)
+        shutil.copytree(quick_demo[0].parent / name, runs[-1])
+    model = residua.load(runs[0])
+    torch.nn.init.constant_(residua.nn.encoder_of(model).blocks[1].mlp.fc2.weight, float("nan"))  # type: ignore[union-attr, arg-type]
+    write_checkpoint(runs[0], 9, model, {})
+    found = read_page(compare(runs, tmp_path / "c.html"))
+    assert "Not drawn" in found.text
+    assert "Every number" in found.text

@@ -1,10 +1,14 @@
 """Figures draw for every number of channels, and nothing in a name can break them."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from PIL import Image
 
+from residua.evaluate.maps import Projection
 from residua.report import figures, pictures
 
 HOSTILE = ["_hidden", "$\\frac{", "<b>&", "a" * 200]
@@ -15,14 +19,14 @@ def draw(figure: Figure) -> Figure:
     return figure
 
 
-def labels(figure: Figure) -> list[str]:
+def labels_of(figure: Figure) -> list[str]:
     return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
 
 
 def test_every_run_is_in_the_legend_whatever_its_name() -> None:
     records = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}]
     figure = draw(figures.loss_curves(dict.fromkeys(HOSTILE, records)))
-    shown = labels(figure)
+    shown = labels_of(figure)
     assert len(shown) == 4
     assert [s.strip("\u200b") for s in shown[:3]] == HOSTILE[:3]
     assert len(shown[3]) < 30
@@ -58,7 +62,9 @@ def test_pictures_draw_for_any_number_of_channels(channels: int) -> None:
     assert images.shape == (4, 12, 16, 3)
     draw(figures.reconstructions({"truth": images, "masked": images, "$a_": images}))
     draw(figures.feature_maps(images, {"a": np.random.rand(4, 3, 4, 3)}))
+    draw(figures.attention_maps(images, {"a": np.random.rand(4, 3, 4)}, "attention"))
     draw(figures.neighbor_grid(images[None].repeat(3, 0)))
+    draw(figures.neighbor_rows({"a": images[None].repeat(3, 0), "$b_": images[None].repeat(3, 0)}))
     assert ("channel" in pictures.channels_note(channels)) == (channels in (2, 5))
 
 
@@ -71,19 +77,49 @@ def test_a_sheet_holds_its_pictures_pixel_for_pixel() -> None:
     assert (sheet[8] == 0).all(), "gaps are transparent"
 
 
-def test_principal_colours_follow_the_principal_direction() -> None:
-    """Features along one line: the first component is their place on it, in one basis for all images."""
-    place = torch.linspace(0, 1, 40).reshape(4, 10)
-    colours = pictures.principal_rgb(place[..., None] * torch.tensor([3.0, -4.0, 0.0, 0.0]))
-    first = colours[..., 0].flatten()
-    assert abs(np.corrcoef(first, place.flatten())[0, 1]) > 0.999
-    assert first.min() == 0
-    assert first.max() == 1
-
-
 def test_sixteen_bit_pixels_are_stretched_to_their_range() -> None:
     dim = torch.rand(2, 1, 4, 4) * 0.01 + 0.2
     limits = dim.amin((0, 2, 3), keepdim=True), dim.amax((0, 2, 3), keepdim=True)
     shown = pictures.displayable(dim, limits)
     assert shown.min() == 0
     assert shown.max() == pytest.approx(1)
+
+
+def test_rows_of_neighbours_hold_a_query_and_its_neighbours_per_model() -> None:
+    found = {name: np.random.rand(3, 4, 9, 9, 3) for name in "ab"}
+    figure = draw(figures.neighbor_rows(found, queries=2))
+    sheet = figure.axes[0].images[0].get_array()
+    assert sheet is not None
+    gap, apart = figures._gap(9), 3
+    np.testing.assert_allclose(sheet[:9, :9, :3], found["a"][0, 0])
+    second = 9 + gap + apart
+    np.testing.assert_allclose(sheet[9 + gap : 18 + gap, second : second + 9, :3], found["b"][0, 1])
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["a", "b", "a", "b"]
+
+
+def test_attention_is_bright_where_it_is_great() -> None:
+    weights = np.zeros((1, 2, 2))
+    weights[0, 1, 0] = 0.4
+    sheet = figures.attention_maps(np.zeros((1, 8, 8, 3)), {"a": weights}).axes[0].images[0].get_array()
+    assert sheet is not None
+    light = sheet[8 + figures._gap(8) :, :, :3].sum(-1)
+    assert light[4:, :4].min() > 2
+    assert light[:4].max() < 0.1
+    with pytest.raises(ValueError, match="did training diverge"):
+        figures.attention_maps(np.zeros((1, 8, 8, 3)), {"a": weights * np.nan})
+
+
+def test_the_plane_shows_every_image_and_both_scores() -> None:
+    labels = np.arange(30) % 3
+    plane = Projection(np.random.rand(30, 2), labels, ["_a", "b", "$c"], 0.125, -0.5)
+    figure = draw(figures.class_plane(dict.fromkeys("pqrs", plane)))
+    shown = [axes for axes in figure.axes if axes.lines]
+    assert len(shown) == 4
+    assert sum(len(line.get_xdata()) for line in shown[0].lines) == 30
+    assert shown[1].get_title() == "q\nsilhouette 0.125\nin the plane -0.500"
+    assert len(labels_of(figure)) == 3
+
+
+def test_a_saved_figure_is_on_white(tmp_path: Path) -> None:
+    path = figures.save(figures.alpha_schedule({"a": [1.0, 0.9]}), tmp_path / "new" / "alphas.png", dpi=50)
+    assert Image.open(path).convert("RGBA").getpixel((0, 0)) == (255, 255, 255, 255)

@@ -1,5 +1,6 @@
 """Pages are whole, escaped and need nothing from outside."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from residua import __version__
-from residua.report import Page, figures
+from residua.report import Cell, Page, figures
 from residua.report.page import command_line
 
 NASTY = '<script>alert("1")</script> & \' </title> <img src=x onerror=alert(1)>'
@@ -23,7 +24,10 @@ def test_everything_is_escaped(tmp_path: Path, read_page: Callable[[Path], Any])
     page.table([NASTY, "x"], [[NASTY, NASTY]], caption=NASTY)
     page.figures((figures.alpha_schedule({NASTY[:8]: [1.0], "</svg><b>": [0.9]}), NASTY))
     found = read_page(page.save(tmp_path / "page.html"))
-    assert found.text.count(NASTY) == 12
+    with page.fold(NASTY):
+        page.table(["x"], [[Cell(NASTY, NASTY)]])
+    found = read_page(page.save(tmp_path / "page.html"))
+    assert found.text.count(NASTY) == 14
     assert "</svg><b>" in found.text
 
 
@@ -42,6 +46,18 @@ def test_ink_follows_the_page_and_pictures_are_inside(tmp_path: Path, read_page:
     assert "currentColor" in page.html()
     assert figures.INK not in page.html().split("</style>")[1]
     assert "http" not in page.html()
+
+
+def test_values_behind_cells_and_names_of_downloads() -> None:
+    page = Page("My page")
+    page.table(["a"], [[Cell("41.3 %", 41.25)], [Cell("–", None)], [Cell("–", float("nan"))], ["plain"]])
+    page.heading("Scores: all!")
+    page.table(["a"], [["x"]])
+    page.figures((figures.alpha_schedule({"a": [1.0]}), "one"), (figures.alpha_schedule({"a": [1.0]}), "two"))
+    html = page.html()
+    assert 'data-value="41.25">41.3 %</td>' in html
+    assert html.count('data-value="">–</td>') == 2
+    assert re.findall('data-name="(.*?)"', html) == ["my-page", "scores-all", "scores-all-2", "scores-all-3"]
 
 
 def test_the_same_page_twice_is_the_same_file() -> None:

@@ -31,7 +31,9 @@ def test_a_run_from_its_folder(quick_demo: Any, read_page: Read) -> None:
         assert f"{own['pixels'].value:.1f}" in found.text or own["model"].unit == "nats"
     for part in ("Training", "Reconstructions", "principal components", "Nearest neighbours", "alpha_min"):
         assert part in found.text
-    assert sum(r.startswith("data:image/png") for r in found.refers) == 3
+    for part in ("Attention", "Classes in the plane", "silhouette", "Feature norms"):
+        assert part in found.text
+    assert sum(r.startswith("data:image/png") for r in found.refers) == 4
 
 
 def test_a_run_without_weights_data_or_evaluation(make_run: Callable[..., Path], read_page: Read) -> None:
@@ -63,7 +65,8 @@ def test_from_memory_any_channels_without_labels(
     assert ("kNN" in found.text.split("Settings")[0].split("A score above")[0]) == labels
     assert "entropy rank" in found.text
     assert ("channels 1 to 3 of 5" in found.text) == (channels == 5)
-    assert sum(r.startswith("data:image/png") for r in found.refers) == 3
+    assert ("Classes in the plane" in found.text) == labels
+    assert sum(r.startswith("data:image/png") for r in found.refers) == 4
 
 
 def test_a_stored_evaluation_comes_back_as_it_was(quick_demo: Any) -> None:

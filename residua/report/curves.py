@@ -1,0 +1,75 @@
+"""Figures of what happens along training, after the first paper's figure 5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from residua.evaluate.dynamics import Correlation
+from residua.report.figures import REFERENCE, finish, label, new_axes, run_styles, styled
+
+Curve = Mapping[float, float]
+
+
+@styled
+def epoch_curves(metric: str, groups: Mapping[str, Sequence[Curve]], unit: str = "%") -> Figure:
+    """A metric against the epoch, a line per group: the mean of its runs, and a band from least to greatest."""
+    figure, axes = new_axes("epoch", f"{metric} ({unit})" if unit else metric)
+    for name, style in run_styles(groups).items():
+        curves = [curve for curve in groups[name] if curve]
+        if not curves:
+            continue
+        shared = sorted(set.intersection(*(set(curve) for curve in curves)))
+        values = np.array([[curve[epoch] for epoch in shared] for curve in curves])
+        axes.plot(shared, values.mean(0), label=label(name, 30), **style)
+        if len(curves) > 1:
+            axes.fill_between(shared, values.min(0), values.max(0), color=style["color"], alpha=0.18, linewidth=0)
+    return finish(figure, axes)
+
+
+@styled
+def correlation_curve(found: Sequence[Correlation], rank: str, accuracy: str) -> Figure:
+    """Pearson's r between two metrics over the runs, by epoch; filled where p < 0.05."""
+    figure, axes = new_axes("epoch", f"r of {rank} and {accuracy}")
+    defined = [c for c in found if np.isfinite(c.r)]
+    axes.axhline(0, color=REFERENCE, linestyle=":")
+    axes.plot([c.epoch for c in defined], [c.r for c in defined], color="#0072b2")
+    for c in defined:
+        sure = c.p < 0.05
+        axes.plot(c.epoch, c.r, "o", color="#0072b2", markerfacecolor="#0072b2" if sure else "none")
+    axes.set_ylim(-1.08, 1.08)
+    return figure
+
+
+@styled
+def norm_curves(runs: Mapping[str, Mapping[int, Curve]]) -> Figure:
+    """Norm of the stream after each block against the epoch: runs side by side, a line per block."""
+    columns = min(3, len(runs))
+    rows = -(-len(runs) // columns)
+    size = (4.6, 3.0) if columns == 1 else (3.1 * columns + 0.6, 2.7 * rows)
+    figure = Figure(size, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    deepest = max(layer for blocks in runs.values() for layer in blocks)
+    # the bright end would vanish on white, the dark one on black
+    shades = mpl.colors.LinearSegmentedColormap.from_list("", mpl.colormaps["viridis"](np.linspace(0.2, 0.85, 64)))
+    scale = mpl.colors.Normalize(0, max(deepest, 1))
+    values = [v for blocks in runs.values() for curve in blocks.values() for v in curve.values() if v > 0]
+    for axes in grid.flat[len(runs) :]:
+        axes.axis("off")
+    for (name, blocks), axes in zip(runs.items(), grid.flat):
+        for layer, curve in blocks.items():
+            axes.plot(list(curve), list(curve.values()), color=shades(scale(layer)), marker="o", markersize=2.5)
+        axes.set_title(label(name), fontsize=10)
+        axes.set_xlabel("epoch")
+        if values and max(values) > 20 * min(values):
+            axes.set_yscale("log")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("mean norm of a token")
+    bar = figure.colorbar(mpl.cm.ScalarMappable(scale, shades), ax=grid, label="block", pad=0.02)
+    bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    bar.outline.set_visible(False)  # type: ignore[operator]
+    return figure

@@ -1,0 +1,63 @@
+"""Runs as they lie on disk: read-outs, intervals and broken lines."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from residua.evaluate import Report, Score
+from residua.report.runs import by_depth, headline, interval_cell, read_run, while_training
+
+
+@pytest.fixture
+def report() -> Report:
+    """Two read-outs and two layers; the probe chose layer 0 of cls."""
+    report = Report("x", "tokens, cls", [0, 1], (8, 8), 10, 10, "test split", 0)
+    for r, readout in enumerate(("tokens", "cls")):
+        for layer in (0, 1):
+            settings = {"k": 5, "T": 0.07, "readout": readout, "interval": [10.0 + layer, 30.0]}
+            report.scores.append(Score("kNN", "model", layer, 10.0 * r + layer, "%", settings))
+            chosen = {"protocol": "lbfgs", "selected": (readout, layer) == ("cls", 0), "readout": readout}
+            report.scores.append(Score("linear probe", "model", layer, 50.0 + 10 * r + layer, "%", chosen))
+    report.scores.append(Score("kNN", "pixels", -1, 7.0, "%", {"k": 5, "T": 0.07, "readout": "pixels"}))
+    return report
+
+
+def test_read_outs_stay_apart(report: Report) -> None:
+    quoted = headline(report)
+    assert {name: own["model"].value for name, own in quoted.items()} == {
+        "kNN (k 5, T 0.07)": 1.0,
+        "linear probe (lbfgs)": 51.0,
+        "kNN (k 5, T 0.07), read-out cls": 11.0,
+        "linear probe (lbfgs), read-out cls": 60.0,
+    }
+    assert quoted["kNN (k 5, T 0.07)"]["pixels"].value == 7.0
+    assert by_depth(report, "kNN") == {0: 0.0, 1: 1.0}
+    assert by_depth(report, "kNN", "pixels") == {-1: 7.0}
+
+
+def test_intervals_in_words(report: Report) -> None:
+    assert interval_cell(headline(report)["kNN (k 5, T 0.07)"]["model"]).text == "11.0 to 30.0 %"
+    assert interval_cell(None).value is None
+
+
+def test_lines_that_are_no_records_are_counted(make_run: Callable[..., Path]) -> None:
+    run = make_run("a")
+    assert read_run(run).notes == []
+    lines = ["{ broken", "3", "{}", json.dumps({"step": 40, "loss": 0.1}), "", '{"step": 50, "lo']
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n".join(lines))
+    found = read_run(run)
+    assert [record["step"] for record in found.metrics] == [1, 10, 20, 40]
+    assert found.notes == ["a: 4 lines of metrics.jsonl cannot be read and are left out."]
+    (run / "metrics.jsonl").write_bytes(b"\xff\xfe")
+    assert found.notes[0].startswith("a: ")
+    assert "1 line of metrics.jsonl cannot be read and is left out" in read_run(run).notes[0]
+
+
+def test_scores_while_training(make_run: Callable[..., Path]) -> None:
+    run = make_run("a")
+    records = [{"step": s, "epoch": s / 2, "loss": 1.0, "eval/entropy_rank": 3.0 + s} for s in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert while_training(read_run(run)) == {"entropy rank": {0.5: 4.0, 1.0: 5.0}}
