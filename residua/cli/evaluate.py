@@ -27,6 +27,10 @@ class EvaluateOptions:
     """Linear probe: lbfgs (the optimum, fast), simple (one view), cached (the paper's, 4 views), mae (He et al.'s)."""
     rank: bool = True
     """Entropy rank and RankMe."""
+    geometry: bool = False
+    """Also participation ratio, stable rank, alpha-ReQ, LiDAR, class separation, silhouette, spectra; per layer."""
+    shots: tuple[int, ...] = ()
+    """Also kNN with only so many labelled images a class, mean of ten draws: --shots 1 5 10."""
     layers: tuple[str, ...] = ("last",)
     """last, all, or block numbers."""
     readout: tuple[Literal["tokens", "patches", "cls"], ...] = ("tokens",)
@@ -81,7 +85,8 @@ def evaluate(args: list[str]) -> None:
         accelerator = Accelerator(cpu=o.device == "cpu")
     cache = FeatureCache(_cache_folder(o.model, o.cache_dir), note) if o.cache else None
     report = evaluate(
-        model, splits, knn=o.knn, probe=None if o.probe == "none" else o.probe, rank=o.rank, layers=layers(o.layers),
+        model, splits, knn=o.knn, probe=None if o.probe == "none" else o.probe, rank=o.rank,
+        geometry=o.geometry, shots=o.shots, layers=layers(o.layers),
         readout=o.readout, k=o.k, temperature=o.temperature, learning_rates=o.learning_rates or None,
         weight_decays=o.weight_decays or None, epochs=o.epochs, img_size=img_size(o.img_size), batch_size=o.batch_size,
         limit=o.limit, seed=o.seed, baselines=o.baselines, bf16=o.bf16, on_bad_image=o.on_bad_image,
@@ -93,6 +98,8 @@ def evaluate(args: list[str]) -> None:
         console.print(f"features: {'read from' if not cache.computed else 'kept in'} {cache.folder}", markup=False)
     warn_shared(splits)
     console.print(report.table())
+    if (geometry := report.geometry_table()) is not None:
+        console.print(geometry)
     run = Path(o.model).expanduser()
     where = Path(o.out) if o.out else run / "evaluation.json" if (run / "checkpoints").is_dir() else None
     if where is not None:

@@ -67,9 +67,13 @@ class Feed:
         self._loader: DataLoader[Any] | None = None
         self._pixels: Tensor | None = None
         self._sizes: Tensor | None = None
+        self.full = False
+        """Whether every image fills the canvas; known of a resident feed."""
         self.resident = self._fits(resident)
         if self.resident:
             self._fill(progress)
+            assert self._sizes is not None
+            self.full = bool((self._sizes == self._sizes.new_tensor(self.canvas)).all())
 
     def __len__(self) -> int:
         return len(self.source)

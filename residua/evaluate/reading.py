@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.data import Batch, Feed, Preprocessing, Source, center_view, train_view
+from residua.data.augment import normalize
 from residua.data.feed import OnBadImage
 from residua.nn import ViT
 
@@ -102,8 +103,12 @@ class View:
     seed: int = 0
     bf16: bool = False
 
-    def center(self, batch: Batch) -> Tensor:
+    def center(self, batch: Batch, full: bool = False) -> Tensor:
+        """The central crop; `full`: every image fills its canvas, which may be all there is to do."""
         p = self.preprocessing
+        if full and p.crop_pct == 1.0 and batch.pixels.shape[2:] == p.img_size:
+            pixels = batch.pixels.float()
+            return normalize(pixels / 255 if batch.pixels.dtype == torch.uint8 else pixels, p.mean, p.std)
         return center_view(batch, p.img_size, p.mean, p.std, p.crop_pct, p.interpolation)
 
     def random(self, batch: Batch, number: int, scale: tuple[float, float] = (0.2, 1.0)) -> Tensor:
@@ -128,11 +133,11 @@ def read(
     behind. A resident feed's batches, being of one shape, are computed as replays of a CUDA graph.
     """
     cuda = feed.device.type == "cuda"
-    compute = _Replayed(reader, view) if cuda and feed.resident and len(batches) >= _MIN_TO_RECORD else None
+    compute = _Replayed(reader, view, feed.full) if cuda and feed.resident and len(batches) >= _MIN_TO_RECORD else None
     stream = torch.cuda.Stream(feed.device) if cuda else None
     waiting: deque[_Fetch] = deque()
     for wanted, batch in zip(batches, feed.iterate(batches)):
-        packed = _read_batch(batch, reader, view) if compute is None else compute(batch)
+        packed = _read_batch(batch, reader, view, feed.full) if compute is None else compute(batch)
         waiting.append(_Fetch(wanted, batch.index, packed, stream))
         if len(waiting) > (_AHEAD if cuda else 0):
             yield waiting.popleft().arrived()
@@ -141,8 +146,8 @@ def read(
 
 
 @torch.inference_mode()
-def _read_batch(batch: Batch, reader: Reader, view: View) -> Packed:
-    images = [view.center(batch)] + [view.random(batch, v) for v in range(view.views)]
+def _read_batch(batch: Batch, reader: Reader, view: View, full: bool) -> Packed:
+    images = [view.center(batch, full)] + [view.random(batch, v) for v in range(view.views)]
     # a recorded pass may not keep the half precision copies of the weights, so none does
     with torch.autocast(batch.pixels.device.type, torch.bfloat16, enabled=view.bf16, cache_enabled=False):
         parts = [reader(x) for x in images]
@@ -156,8 +161,8 @@ def _read_batch(batch: Batch, reader: Reader, view: View) -> Packed:
 class _Replayed:
     """`_read_batch` as replays of a CUDA graph for batches of the first one's shape; others are read as they are."""
 
-    def __init__(self, reader: Reader, view: View) -> None:
-        self.reader, self.view = reader, view
+    def __init__(self, reader: Reader, view: View, full: bool) -> None:
+        self.reader, self.view, self.full = reader, view, full
         self.input: Batch | None = None
         self.replay: Callable[[], None] = lambda: None
         self.output: Packed = []
@@ -167,7 +172,7 @@ class _Replayed:
             self.input = Batch(batch.pixels.clone(), batch.sizes.clone(), batch.index.clone())
             self.replay, self.output = record(self._read, batch.pixels.device)
         if batch.pixels.shape != self.input.pixels.shape:
-            return _read_batch(batch, self.reader, self.view)
+            return _read_batch(batch, self.reader, self.view, self.full)
         for mine, given in zip(vars(self.input).values(), vars(batch).values()):
             mine.copy_(given)
         self.replay()
@@ -175,7 +180,7 @@ class _Replayed:
 
     def _read(self) -> Packed:
         assert self.input is not None
-        return _read_batch(self.input, self.reader, self.view)
+        return _read_batch(self.input, self.reader, self.view, self.full)
 
 
 class _Fetch:

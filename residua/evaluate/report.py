@@ -16,6 +16,10 @@ from .neighbors import Neighbors
 
 MODEL, RANDOM, PIXELS = "model", "random init", "pixels"
 NOTHING = "–"
+GEOMETRY = {
+    "participation ratio", "stable rank", "alpha-ReQ", "LiDAR", "class separation", "variance ratio", "silhouette",
+}  # fmt: skip
+"""Metrics that stand in a table of their own."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +40,17 @@ class Score:
         s = self.settings
         if self.metric == "kNN":
             return f"kNN (k {s['k']}, T {s['T']:g})"
+        if self.metric == "few-shot kNN":
+            return f"{s['shots']}-shot kNN (T {s['T']:g})"
         return f"{self.metric} ({s['protocol']})" if "protocol" in s else self.metric
 
     def __str__(self) -> str:
         """As it stands in a table."""
         if math.isnan(self.value):
             return NOTHING
-        return f"{self.value:.{2 if self.unit == 'nats' else 1}f} {self.unit}".strip()
+        digits = 2 if self.unit == "nats" or (not self.unit and abs(self.value) < 10) else 1
+        spread = f" ± {self.settings['ci95']:.1f}" if self.settings.get("ci95") else ""
+        return f"{self.value:.{digits}f}{spread} {self.unit}".strip()
 
 
 @dataclass
@@ -62,6 +70,8 @@ class Report:
     scores: list[Score] = field(default_factory=list)
     probes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Full probe results, with the held-out accuracies that chose their settings, by subject."""
+    spectra: list[dict[str, Any]] = field(default_factory=list)
+    """Singular values of the model's centred features, by read-out and layer, where geometry was asked for."""
     neighbors: Neighbors | None = None
     neighbor_ids: list[str] = field(default_factory=list)
     neighbor_index: Tensor | None = None
@@ -88,12 +98,21 @@ class Report:
         size = " x ".join(map(str, self.img_size))
         images = f"{self.n_train:,} train and {self.n_test:,} test images ({self.test})"
         title = f"{self.data}, {size} px, read-out {self.readout}\n{images}"
-        table = Table(title=title, caption=self._caption(), title_justify="left", caption_justify="left")
-        names = list(dict.fromkeys(s.name for s in self.scores if s.subject == MODEL))
+        return self._table(title, self._caption(), [s for s in self.scores if s.metric not in GEOMETRY])
+
+    def geometry_table(self) -> Table | None:
+        """The further ranks and how classes lie, where they were asked for."""
+        own = [s for s in self.scores if s.metric in GEOMETRY]
+        caption = "LiDAR: of views of training images; silhouette: of cosine distances"
+        return self._table("ranks and geometry", caption, own) if own else None
+
+    def _table(self, title: str, caption: str, scores: list[Score]) -> Table:
+        table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+        names = list(dict.fromkeys(s.name for s in scores if s.subject == MODEL))
         for heading in ("", *names):
             table.add_column(heading, justify="right" if heading else "left")
         for label, subject, layer, readout, last in self._rows():
-            own = [s for s in self.scores if (s.subject, s.layer) == (subject, layer)]
+            own = [s for s in scores if (s.subject, s.layer) == (subject, layer)]
             cells = {s.name: str(s) for s in own if s.settings.get("readout", readout) == readout}
             table.add_row(label, *(cells.get(name, NOTHING) for name in names), end_section=last)
         return table

@@ -35,18 +35,22 @@ from .features import (
     undisturbed,
 )
 from .featureset import FeatureSet, Readout
+from .geometry import UNITS, layer_geometry
 from .interval import wilson
+from .knn import few_shot_knn
 from .knn import knn as knn_score
 from .neighbors import nearest_neighbors
 from .online import Progress, probe_online
 from .probe import linear_probe
 from .protocols import PROTOCOLS, ProbeResult, Protocol, resolve_recipe, split
-from .rank import CollapsedError, entropy_rank, rankme
+from .rank import CollapsedError, entropy_rank, lidar, rankme, spectrum
 from .reading import check_readouts
 from .report import MODEL, PIXELS, RANDOM, Report, Score
 
 Subjects = dict[str, tuple[FeatureSet, FeatureSet | None]]
 Open = Callable[[Source], Feed]
+LIDAR_IMAGES, LIDAR_VIEWS = 1000, 10  # of its paper
+HOW: dict[str, dict[str, Any]] = {"entropy rank": {"center": "samples"}, "silhouette": {"metric": "cosine"}}
 _TEST_SHARE = 0.2  # of the training images, where a labelled data set brings no test split
 
 
@@ -57,6 +61,8 @@ def evaluate(
     knn: bool = True,
     probe: Protocol | None = "simple",
     rank: bool = True,
+    geometry: bool = False,
+    shots: Sequence[int] = (),
     layers: Layers = "last",
     readout: Readout | Sequence[Readout] = "tokens",
     k: int | Sequence[int] = 20,
@@ -88,6 +94,9 @@ def evaluate(
     `views` random views per training image are read for the cached probe only. The "mae" probe passes the images
     through the encoder again in every epoch, and tells `progress` epochs done and in all.
 
+    `shots` adds kNN with only so many labelled images a class, over ten draws of them. `geometry` adds the other ranks,
+    how classes lie, each layer's spectrum, and LiDAR, for which 1,000 training images are read in ten views.
+
     Accuracies stand with their 95 % interval over the test images (Wilson). Features that are all alike get no
     accuracy: NaN, with `collapsed` among the score's settings.
 
@@ -117,6 +126,9 @@ def evaluate(
         read = partial(read_features, readers, open_with=open_with, cache=open_cache(cache), on_bad_image=on_bad_image)
         whole = {name: read(source, view=_viewed(view, name, wanted)) for name, source in sources.items() if source}
         subjects = {name: (whole["train"][name], whole.get("test", {}).get(name)) for name in readers}
+        seen = {}
+        if geometry:
+            seen = read(_some(sources["train"], seed), view=replace(view, views=LIDAR_VIEWS - 1))
         subjects, labelled, note = _test_set(subjects, seed)
         if labelled and probe == "mae":
             results = _probe_online(readers, subjects, sources, view, open_with, options, progress)
@@ -135,10 +147,14 @@ def evaluate(
     )
     if labelled and knn:
         _add_knn(report, subjects, k, temperature, where)
+    if labelled:
+        _add_few_shot(report, subjects, shots, temperature, where)
     for name, result in results.items():
         _add_probe(report, name, subjects[name][0], result, str(probe))
-    if rank:
-        _add_rank(report, subjects)
+    if rank or geometry:
+        _add_rank(report, subjects, geometry)
+    if geometry:
+        _add_lidar(report, seen)
     if neighbors:
         _add_neighbors(report, test or train, neighbors, seed)
     return report
@@ -302,19 +318,60 @@ def _add_probe(report: Report, name: str, train: FeatureSet, result: ProbeResult
         _accuracy(report, "linear probe", name, layer, own.accuracy, settings)
 
 
-def _add_rank(report: Report, subjects: Subjects) -> None:
+def _add_few_shot(
+    report: Report, subjects: Subjects, shots: Sequence[int], temperature: float, device: torch.device
+) -> None:
+    for name, (train, test) in subjects.items():
+        assert test is not None
+        for readout, layer in _columns(train) if shots else ():
+            sides = [part.of(readout).only(layer) for part in (train, test)]
+            for n in shots:
+                settings = {"shots": n, "T": temperature} | _common(report, readout)
+                try:
+                    r = few_shot_knn(*sides, shots=n, temperature=temperature, seed=report.seed, device=device)
+                    settings |= {"k": r.k, "draws": len(r.accuracies), "std": r.std, "ci95": r.ci95}
+                    report.scores.append(Score("few-shot kNN", name, layer, r.mean, "%", settings))
+                except CollapsedError:
+                    settings["collapsed"] = True
+                    report.scores.append(Score("few-shot kNN", name, layer, math.nan, "%", settings))
+
+
+def _add_rank(report: Report, subjects: Subjects, geometry: bool) -> None:
     for name, (train, test) in subjects.items():
         measured = test or train
         for readout, layer in _columns(measured):
-            x = measured.of(readout).layer(layer)
-            settings = {"n": len(x), "of": "test" if test else "train"} | _common(report, readout)
+            own = measured.of(readout).only(layer)
+            settings = {"n": len(own), "of": "test" if test else "train"} | _common(report, readout)
             try:
-                values = entropy_rank(x), rankme(x)
+                if geometry:
+                    values = layer_geometry(replace(own, views={}))
+                    if name == MODEL:
+                        report.spectra.append({"readout": readout, "layer": layer, "values": spectrum(own).tolist()})
+                else:
+                    values = {"entropy rank": entropy_rank(own), "RankMe": rankme(own)}
             except CollapsedError:
-                values, settings = (0.0, 1.0), settings | {"collapsed": True}
-            centred = settings | {"center": "samples"}
-            report.scores.append(Score("entropy rank", name, layer, values[0], "nats", centred))
-            report.scores.append(Score("RankMe", name, layer, values[1], "", settings))
+                values, settings = {"entropy rank": 0.0, "RankMe": 1.0}, settings | {"collapsed": True}
+            for metric, value in values.items():
+                report.scores.append(Score(metric, name, layer, value, UNITS[metric], settings | HOW.get(metric, {})))
+
+
+def _add_lidar(report: Report, seen: dict[str, FeatureSet]) -> None:
+    for name, features in seen.items():
+        for readout, layer in _columns(features):
+            settings = {"n": len(features), "views": LIDAR_VIEWS, "of": "train"} | _common(report, readout)
+            try:
+                value = lidar(features.of(readout).only(layer))
+            except CollapsedError:
+                value, settings = math.nan, settings | {"collapsed": True}
+            report.scores.append(Score("LiDAR", name, layer, value, "", settings))
+
+
+def _some(train: Source | None, seed: int) -> Source:
+    """The training images that LiDAR looks at."""
+    assert train is not None
+    found = pick_split(Splits(train.name, train), "train", LIDAR_IMAGES, seed)
+    assert found is not None
+    return found
 
 
 def _add_neighbors(report: Report, images: FeatureSet, count: int, seed: int) -> None:

@@ -101,6 +101,16 @@ def depth_curves(
 
 
 @styled
+def spectrum_curves(lines: Mapping[str, Sequence[float]]) -> Figure:
+    """Singular values over the largest, by number, on logarithmic axes."""
+    figure, axes = new_axes("number of the singular value", "singular value / largest")
+    for name, style in run_styles(lines).items():
+        values = [v / lines[name][0] for v in lines[name] if v > 1e-8 * lines[name][0]]
+        axes.loglog(range(1, len(values) + 1), values, label=label(name), **(style | {"marker": ""}))
+    return finish(figure, axes)
+
+
+@styled
 def alpha_schedule(alphas: Mapping[str, Sequence[float]]) -> Figure:
     """alpha of every residual step, in order."""
     figure, axes = new_axes("residual step (attention and MLP of each block)", "alpha (share of the stream kept)")

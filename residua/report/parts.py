@@ -9,6 +9,7 @@ from typing import Any
 
 from residua import data
 from residua.data import DataError, Splits
+from residua.data.source import evenly
 from residua.evaluate import Report
 from residua.evaluate.dynamics import NORM, Dynamics, norm_history
 from residua.evaluate.maps import BASES, Basis, feature_norms, project_classes, sample_images
@@ -19,7 +20,11 @@ from residua.report.page import Cell, Page
 from residua.report.runs import SUBJECTS, Run, by_depth, headline, interval_cell, name_cell, protocol, score_cell
 from residua.train.checkpoint import CheckpointError, checkpoints, load
 
-METRICS = {"kNN": "%", "linear probe": "%", "entropy rank": "nats", "RankMe": ""}
+METRICS = {
+    "kNN": "%", "few-shot kNN": "%", "linear probe": "%", "entropy rank": "nats", "RankMe": "",
+    **dict.fromkeys(("participation ratio", "stable rank", "alpha-ReQ", "LiDAR"), ""),
+    **dict.fromkeys(("class separation", "variance ratio", "silhouette"), ""),
+}  # fmt: skip
 _PLANE_IMAGES = 400  # a second of t-SNE on one core
 _HISTORY = 3  # checkpoints that make a history
 
@@ -55,8 +60,21 @@ def depth_figures(page: Page, evaluations: Mapping[str, Report]) -> None:
         lines = {name: curve for name, e in several.items() if (curve := by_depth(e, metric))}
         if lines:
             drawn.append((figures.depth_curves(metric, lines, _baselines(first, metric), unit), f"{metric} by block."))
+    spectra = _spectra(several)
+    if spectra:
+        caption = "Singular values of the centred features over the largest, largest first: how fast directions fade."
+        drawn.append((figures.spectrum_curves(spectra), caption))
     if drawn:
         page.figures(*drawn)
+
+
+def _spectra(evaluations: Mapping[str, Report]) -> dict[str, list[float]]:
+    """The last block of several runs, or some blocks of one."""
+    first = {name: [r for r in e.spectra if r["readout"] == e.spectra[0]["readout"]] for name, e in evaluations.items()}
+    if len(evaluations) > 1:
+        return {name: rows[-1]["values"] for name, rows in first.items() if rows}
+    (rows,) = first.values()
+    return {f"block {rows[i]['layer']}": rows[i]["values"] for i in evenly(len(rows), 5)}
 
 
 def _baselines(evaluation: Report, metric: str) -> dict[str, dict[int, float] | float]:

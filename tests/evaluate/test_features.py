@@ -3,6 +3,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from PIL import Image
 import residua.evaluate
 from residua.data import Batch, DataError, Preprocessing, Splits, center_view, load, train_view
 from residua.evaluate import extract, mae_probe, pixel_features
+from residua.evaluate.features import preprocessing_of
+from residua.evaluate.reading import View, open_feed
 from residua.nn import ViT, create_model
 
 
@@ -113,6 +116,17 @@ def test_other_and_oblong_sizes(vit: ViT, noise: Splits) -> None:
             expected = vit.forward_features(images).mean(1)
         assert test is not None
         torch.testing.assert_close(test.last, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_images_of_the_right_size_are_read_as_they_are(vit: ViT, noise: Splits) -> None:
+    """Whole images need no resampling; it would change nothing but the time."""
+    view = View(preprocessing_of(vit, noise.train))
+    feed = open_feed(noise.train, torch.device("cpu"), view)
+    assert feed.full
+    batch = feed.gather(torch.arange(8))
+    torch.testing.assert_close(view.center(batch, full=True), view.center(batch), rtol=1e-5, atol=1e-5)
+    larger = replace(view, preprocessing=replace(view.preprocessing, img_size=(24, 24)))
+    assert larger.center(batch, full=True).shape[2:] == (24, 24)
 
 
 def test_the_models_own_preprocessing_is_used(vit: ViT, noise: Splits) -> None:

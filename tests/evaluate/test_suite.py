@@ -6,7 +6,20 @@ import pytest
 import torch
 
 from residua.data import Splits
-from residua.evaluate import entropy_rank, evaluate, extract, knn, linear_probe, pixel_features, rankme
+from residua.evaluate import (
+    entropy_rank,
+    evaluate,
+    extract,
+    few_shot_knn,
+    knn,
+    layer_geometry,
+    linear_probe,
+    model_lidar,
+    pixel_features,
+    rankme,
+    spectrum,
+)
+from residua.evaluate.geometry import UNITS
 from residua.evaluate.suite import untrained
 from residua.nn import MAE, ViT
 
@@ -29,6 +42,30 @@ def test_every_score_is_the_one_of_its_own_function_beside_both_baselines(mae: M
     assert pixels.test is not None
     assert report.value("kNN", "pixels") == pytest.approx(knn(pixels.train, pixels.test).accuracy, abs=0.6)
     assert report.value("kNN", "pixels") > 80
+
+
+def test_geometry_and_few_shots_are_those_of_their_own_functions(mae: MAE, digits: Splits) -> None:
+    report = evaluate(mae, digits, layers="all", geometry=True, shots=(2, 5), limit=300, seed=1, **FAST)
+    feats = extract(mae, digits, layers="all", limit=300, seed=1)
+    assert feats.test is not None
+    views = model_lidar(mae, digits, layers="all", images=300, seed=1)
+    for layer in (0, 1):
+        expected = layer_geometry(feats.test, layer) | {"LiDAR": views[layer]}
+        assert set(expected) == set(UNITS)
+        for metric, value in expected.items():
+            assert report.value(metric, layer=layer) == pytest.approx(value, rel=1e-6, nan_ok=True), metric
+        for shots in (2, 5):
+            own = few_shot_knn(feats.train.only(layer), feats.test.only(layer), shots=shots, seed=1)
+            assert report.value("few-shot kNN", layer=layer, shots=shots) == own.mean
+        (row,) = [row for row in report.spectra if row["layer"] == layer]
+        assert row["values"] == spectrum(feats.test.layer(layer)).tolist()
+    assert math.isfinite(report.value("LiDAR", "random init"))
+    table = report.geometry_table()
+    assert table is not None
+    assert {"LiDAR", "silhouette", "alpha-ReQ"} <= {str(column.header) for column in table.columns}
+    again = type(report).from_dict(json.loads(report.to_json()))
+    assert again.spectra == report.spectra
+    assert evaluate(mae, digits, limit=100, **FAST).geometry_table() is None
 
 
 def test_layers_and_several_k(mae: MAE, digits: Splits) -> None:
