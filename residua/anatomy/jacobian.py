@@ -1,0 +1,232 @@
+"""Top singular triplets of residual Jacobians, without ever forming the Jacobian.
+
+The Jacobian of a batch map at a batch is one matrix per sample, and samples do not mix: one forward-mode product
+applies all of them to one vector each, one reverse-mode product all transposes. `vmap` runs over probe vectors only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Map = Callable[[Tensor], Tensor]
+Method = Literal["auto", "dense", "lanczos"]
+
+DENSE_ENTRIES = 2**23  # of one sample's Jacobian; 2,048 x 2,048 is half of it
+_WORKING_COPIES = 16  # of a probe and its image, that a chunk of products may take on the way
+
+
+class NotDifferentiable(ValueError):
+    """A map whose derivative does not exist, or does not depend on its input."""
+
+
+@dataclass(frozen=True)
+class JacobianSVD:
+    """`J v_i = s_i u_i` and `J^T u_i = s_i v_i` for every sample, largest first."""
+
+    U: Tensor
+    """(B, k, *output shape), unit vectors."""
+    S: Tensor
+    """(B, k), descending."""
+    V: Tensor
+    """(B, k, *input shape), unit vectors; signs go with U's."""
+    residual: Tensor
+    """(B, k): the larger of |J v - s u| and |J^T u - s v|."""
+    converged: Tensor
+    """(B, k): whether the residual is within `tol` of the largest singular value."""
+    method: str
+    rounds: int
+    """Of products with J and J^T; 0 for the dense method."""
+
+
+def jacobian_svd(
+    f: Map,
+    x: Tensor,
+    k: int,
+    *,
+    method: Method = "auto",
+    tol: float | None = None,
+    rounds: int = 300,
+    budget: float = 2.0,
+    seed: int = 0,
+) -> JacobianSVD:
+    """The `k` largest singular triplets of `d f(x)_b / d x_b` for every sample b of a batch.
+
+    `f` maps a batch (B, ...) to a batch (B, ...) sample by sample: evaluation mode, no batch statistics; a residual
+    step's branch will do. Shapes of input and output may differ. Precision is that of `x`: use float64 where a rank
+    is claimed. `method="dense"` forms the Jacobian, which is faster up to about 2,000 dimensions and chosen there by
+    itself; "lanczos" is a block Lanczos method with full re-orthogonalisation that grows its subspace by the residuals
+    `J^T u - s v` until all are within `tol` of the largest singular value (default 1e-9 in float64, 1e-5 in float32),
+    or `rounds` products were made. Judge by `converged`, not by the count: where s_k is close to s_{k+1} the last
+    vectors are nearly undefined. `budget` in GiB bounds the memory of one chunk of products.
+
+    >>> svd = jacobian_svd(step.branch, step.input.double(), k=30)
+    >>> svd.S[0], svd.residual.max()
+    """
+    if x.ndim < 2 or len(x) == 0:
+        raise ValueError(f"x of shape {tuple(x.shape)} given; expected a batch (B, ...) of at least one sample")
+    if not x.dtype.is_floating_point or x.dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(f"x is {x.dtype}; Jacobians need float32 or float64")
+    products = Products(f, x, budget)
+    m, n = products.out_size, products.in_size
+    if not 1 <= k <= min(m, n):
+        raise ValueError(f"k = {k} triplets of a {m} x {n} Jacobian were asked for; choose 1 to {min(m, n)}")
+    if method not in ("auto", "dense", "lanczos"):
+        raise ValueError(f"method is {method!r}; choose 'auto', 'dense' or 'lanczos'")
+    tol = tol if tol is not None else (1e-9 if x.dtype == torch.float64 else 1e-5)
+    if method == "dense" or (method == "auto" and (m * n <= DENSE_ENTRIES or 4 * k >= min(m, n))):
+        (u, s, v), used, name = _dense(products, k), 0, "dense"
+    else:
+        u, s, v, used = _lanczos(products, k, tol, rounds, seed)
+        name = "lanczos"
+    residual = products.residual(u, s, v)
+    converged = residual <= 10 * tol * s[:, :1]
+    return JacobianSVD(products.outputs(u), s, products.inputs(v), residual, converged, name, used)
+
+
+class Products:
+    """J and J^T of a map at a batch, applied to (B, p, size) vectors, in chunks that fit a budget."""
+
+    def __init__(self, f: Map, x: Tensor, budget: float = 2.0) -> None:
+        self.x = x.detach()
+        with exact_attention(), torch.no_grad():  # nothing is kept for the weights
+            try:
+                out, pull = torch.func.vjp(f, self.x)[:2]
+            except RuntimeError as error:
+                raise NotDifferentiable(f"the map cannot be differentiated: {error}") from error
+        self._pull = pull
+        if out.shape[0] != len(x):
+            raise ValueError(f"the map turned a batch of {len(x)} into {tuple(out.shape)}; it must keep the batch")
+        self.f = f
+        self.shape = out.shape[1:]
+        self.in_size, self.out_size = math.prod(x.shape[1:]), math.prod(self.shape)
+        each = _WORKING_COPIES * len(x) * (self.in_size + self.out_size) * x.element_size()
+        self.chunk = max(1, int(budget * 2**30 / each))
+        self.forward_mode = self._try_forward_mode()
+
+    def _try_forward_mode(self) -> bool:
+        """Fused kernels and custom functions may have no forward-mode derivative; the reverse mode twice does it."""
+        with exact_attention(), torch.no_grad():
+            try:
+                torch.func.jvp(self.f, (self.x,), (torch.zeros_like(self.x),))
+            except (RuntimeError, NotImplementedError):
+                return False
+        return True
+
+    def outputs(self, u: Tensor) -> Tensor:
+        return u.unflatten(-1, self.shape) if self.shape else u
+
+    def inputs(self, v: Tensor) -> Tensor:
+        return v.unflatten(-1, self.x.shape[1:])
+
+    def push(self, v: Tensor) -> Tensor:
+        """J v: (B, p, in) -> (B, p, out)."""
+        return self._chunked(self._push_one, self.inputs(v)).flatten(2)
+
+    def pull(self, u: Tensor) -> Tensor:
+        """J^T u: (B, p, out) -> (B, p, in)."""
+        return self._chunked(lambda one: self._pull(one)[0], self.outputs(u)).flatten(2)
+
+    def _push_one(self, v: Tensor) -> Tensor:
+        if self.forward_mode:
+            return torch.func.jvp(self.f, (self.x,), (v,))[1]
+        # J^T u is linear in u, so its own transpose, taken at any u, is J
+        zero = torch.zeros(len(v), *self.shape, dtype=v.dtype, device=v.device)
+        return torch.func.vjp(lambda u: self._pull(u)[0], zero)[1](v)[0]
+
+    def _chunked(self, product: Map, vectors: Tensor) -> Tensor:
+        with exact_attention(), torch.no_grad(), torch.autocast(vectors.device.type, enabled=False):
+            try:
+                return torch.vmap(product, in_dims=1, out_dims=1, chunk_size=self.chunk)(vectors)
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(
+                    f"{self.chunk} products at once do not fit into memory: lower the budget, or give fewer samples"
+                ) from error
+
+    def residual(self, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
+        """(B, k) larger of |J v - s u| and |J^T u - s v|; only the first where s is zero to rounding."""
+        right = (self.push(v) - s[..., None] * u).norm(dim=-1)
+        left = (self.pull(u) - s[..., None] * v).norm(dim=-1)
+        zero = s <= 10 * max(self.in_size, self.out_size) * torch.finfo(s.dtype).eps * s[:, :1]
+        return torch.maximum(right, torch.where(zero, right, left))
+
+
+def exact_attention() -> AbstractContextManager[Any]:
+    """Attention by plain operations: fused kernels have no forward-mode derivative."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def dense_jacobian(f: Map, x: Tensor, budget: float = 2.0) -> Tensor:
+    """(B, out, in): every sample's Jacobian in full; columns by forward or rows by reverse mode, the fewer."""
+    return _full(Products(f, x, budget))
+
+
+def _full(products: Products) -> Tensor:
+    x, (m, n) = products.x, (products.out_size, products.in_size)
+    if n <= m:
+        eye = torch.eye(n, dtype=x.dtype, device=x.device).expand(len(x), n, n)
+        return products.push(eye).mT
+    eye = torch.eye(m, dtype=x.dtype, device=x.device).expand(len(x), m, m)
+    return products.pull(eye)
+
+
+def _dense(products: Products, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    u, s, vh = torch.linalg.svd(_full(products), full_matrices=False)
+    return u.mT[:, :k].contiguous(), s[:, :k].contiguous(), vh[:, :k].contiguous()
+
+
+def _lanczos(products: Products, k: int, tol: float, rounds: int, seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Rayleigh-Ritz on a growing subspace of inputs: Q (B, q, in) orthonormal rows, P = J Q.
+
+    The triplets of P's small factor are those of J restricted to the subspace: `J v = s u` holds exactly, and
+    `J^T u - s v` is both the error and, made orthogonal to Q, the next block. That is block Lanczos on J^T J without
+    squaring J. When the subspace is full it is cut back to its leading Ritz vectors (thick restart).
+    """
+    x, n = products.x, products.in_size
+    block = min(k + max(4, k // 4), n)
+    most = min(n, max(6 * block, 120))
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(n, block, generator=generator, dtype=torch.float64).to(x)
+    new = _orthonormal(start.T.expand(len(x), block, n))
+    q = x.new_zeros(len(x), 0, n)
+    p = x.new_zeros(len(x), 0, products.out_size)
+    used = 0
+    while True:
+        q, p = torch.cat([q, new], 1), torch.cat([p, products.push(new)], 1)
+        u, s, w = _ritz(p)
+        v = w @ q
+        lead = min(block, s.shape[1])
+        left = products.pull(u[:, :lead]) - s[:, :lead, None] * v[:, :lead]
+        used += 1
+        error = left[:, :k].norm(dim=-1)
+        # a triplet whose value is zero to rounding has nothing left to converge to
+        done = (error <= tol * s[:, :1]) | (s[:, :k] <= tol * s[:, :1])
+        if bool(done.all()) or used >= rounds or q.shape[1] >= n:
+            return u[:, :k].contiguous(), s[:, :k].contiguous(), v[:, :k].contiguous(), used
+        if q.shape[1] + lead > most:
+            keep = min(2 * block, q.shape[1])
+            q, p = v[:, :keep], s[:, :keep, None] * u[:, :keep]
+        new = _orthonormal(left[:, : n - q.shape[1]], against=q)
+
+
+def _ritz(p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From P = J Q: left vectors (B, q, out), values (B, q), and the combinations (B, q, q) of Q that are the right."""
+    basis, r = torch.linalg.qr(p.mT)  # (B, out, q), (B, q, q)
+    u, s, vh = torch.linalg.svd(r.double())
+    return (basis @ u.to(basis)).mT, s.to(p), vh.to(p)
+
+
+def _orthonormal(rows: Tensor, against: Tensor | None = None) -> Tensor:
+    """Rows made orthonormal, and orthogonal to the rows of `against`; twice, which is enough."""
+    for _ in range(2):
+        if against is not None and against.shape[1]:
+            rows = rows - (rows @ against.mT) @ against
+        rows = torch.linalg.qr(rows.mT)[0].mT
+    return rows

@@ -1,0 +1,174 @@
+"""Singular triplets of Jacobians against dense decompositions, and where they are known."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.sparse.linalg import LinearOperator, svds
+from torch import Tensor, nn
+
+import residua
+from residua.anatomy import dense_jacobian, jacobian_svd
+from residua.anatomy.jacobian import Products
+
+B = 3
+
+
+def matrix_with(values: Tensor, out: int, inn: int, seed: int = 0) -> Tensor:
+    """A random matrix of given singular values."""
+    g = torch.Generator().manual_seed(seed)
+    u = torch.linalg.qr(torch.randn(out, len(values), generator=g, dtype=torch.float64))[0]
+    v = torch.linalg.qr(torch.randn(inn, len(values), generator=g, dtype=torch.float64))[0]
+    return u @ torch.diag(values.double()) @ v.T
+
+
+def spectra() -> dict[str, Tensor]:
+    n = 120
+    return {
+        "low rank": torch.cat([torch.tensor([5.0, 3.0, 1.0]), torch.zeros(n - 3)]),
+        "decaying": 0.9 ** torch.arange(n),
+        "flat": torch.linspace(2.0, 1.0, n),
+        "repeated": torch.cat([torch.full((4,), 3.0), torch.full((4,), 2.0), torch.linspace(1, 0.1, n - 8)]),
+    }
+
+
+@pytest.mark.parametrize("method", ["dense", "lanczos"])
+@pytest.mark.parametrize("name", list(spectra()))
+@pytest.mark.parametrize("shape", [(120, 120), (150, 130)])
+def test_the_jacobian_of_a_linear_map_is_its_matrix(name: str, method: str, shape: tuple[int, int]) -> None:
+    values = spectra()[name]
+    a = matrix_with(values, *shape)
+    k = 8
+    svd = jacobian_svd(lambda x: x @ a.T, torch.randn(B, shape[1], dtype=torch.float64), k, method=method)
+    assert svd.method == method
+    assert svd.converged.all()
+    torch.testing.assert_close(svd.S, values[:k].double().expand(B, k), rtol=1e-6, atol=1e-8)
+    for b in range(B):
+        u, s, v = svd.U[b], svd.S[b], svd.V[b]
+        real = s > 1e-8
+        torch.testing.assert_close((v @ a.T)[real], (s[:, None] * u)[real], rtol=0, atol=1e-5)
+        torch.testing.assert_close((u @ a)[real], (s[:, None] * v)[real], rtol=0, atol=1e-5)
+        torch.testing.assert_close(v @ v.T, torch.eye(k, dtype=v.dtype), rtol=0, atol=1e-9)
+        torch.testing.assert_close(u @ u.T, torch.eye(k, dtype=v.dtype), rtol=0, atol=1e-9)
+
+
+def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
+    torch.manual_seed(0)
+    conv = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.GELU(), nn.Conv2d(6, 4, 3, padding=1))
+    down = nn.Sequential(nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.Tanh())
+    vit = residua.create_model("vit", img_size=16, patch_size=4, embed_dim=24, depth=1, num_heads=2)
+    return {
+        "fully connected": (nn.Sequential(nn.Linear(60, 80), nn.Tanh(), nn.Linear(80, 60)), (60,)),
+        "convolution": (conv, (4, 6, 6)),
+        "shape-changing": (down, (4, 8, 8)),
+        "attention": (residua.stream(vit)[0].branch, (17, 24)),
+        "mlp": (residua.stream(vit)[1].branch, (17, 24)),
+    }
+
+
+@pytest.mark.parametrize("name", list(networks()))
+def test_random_networks_against_a_dense_decomposition(name: str) -> None:
+    f, shape = networks()[name]
+    for module in [f] if isinstance(f, nn.Module) else [f.__self__]:
+        module.double().eval()
+    x = torch.randn(B, *shape, dtype=torch.float64)
+    k = 10
+    found = jacobian_svd(f, x, k, method="lanczos")
+    for b in range(B):
+        one = torch.autograd.functional.jacobian(lambda z, f=f: f(z[None])[0], x[b])
+        j = one.reshape(found.U[b, 0].numel(), -1)
+        _, s, vh = torch.linalg.svd(j)
+        torch.testing.assert_close(found.S[b], s[:k], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(dense_jacobian(f, x)[b], j, rtol=1e-9, atol=1e-11)
+        gap = int((s[:k] - s[1 : k + 1]).argmax()) + 1  # the subspace above the widest gap is well defined
+        mine, exact = found.V[b, :gap].flatten(1), vh[:gap]
+        torch.testing.assert_close(mine.T @ mine, exact.T @ exact, rtol=0, atol=1e-4)
+        paired = torch.einsum("ki,ij,kj->k", found.U[b].flatten(1), j, found.V[b].flatten(1))
+        torch.testing.assert_close(paired, s[:k], rtol=1e-6, atol=1e-9)  # signs belong together
+    assert found.residual.max() <= 1e-5 * found.S.max()
+
+
+def test_a_third_opinion() -> None:
+    """scipy's own Lanczos through the same products."""
+    f, shape = networks()["convolution"]
+    f.double().eval()
+    x = torch.randn(1, *shape, dtype=torch.float64)
+    products = Products(f, x)
+    size = products.in_size
+    operator = LinearOperator(
+        (products.out_size, size),
+        matvec=lambda v: products.push(torch.from_numpy(v.reshape(1, 1, size)))[0, 0].numpy(),
+        rmatvec=lambda u: products.pull(torch.from_numpy(u.reshape(1, 1, -1)))[0, 0].numpy(),
+        dtype=np.float64,
+    )
+    expected = np.sort(svds(operator, k=6, return_singular_vectors=False, random_state=0))[::-1]
+    np.testing.assert_allclose(jacobian_svd(f, x, 6, method="lanczos").S[0].numpy(), expected, rtol=1e-7)
+
+
+def test_scaling_and_rotation() -> None:
+    f, shape = networks()["fully connected"]
+    f.double().eval()
+    x = torch.randn(B, *shape, dtype=torch.float64)
+    q = torch.linalg.qr(torch.randn(60, 60, dtype=torch.float64))[0]
+    plain = jacobian_svd(f, x, 5).S
+    torch.testing.assert_close(jacobian_svd(lambda z: 3 * f(z), x, 5).S, 3 * plain)
+    torch.testing.assert_close(jacobian_svd(lambda z: f(z @ q) @ q.T, x @ q.T, 5).S, plain)
+
+
+def test_samples_do_not_mix_and_chunks_change_nothing() -> None:
+    f, shape = networks()["mlp"]
+    f.__self__.double().eval()
+    x = torch.randn(B, *shape, dtype=torch.float64)
+    whole = jacobian_svd(f, x, 4, method="lanczos")
+    alone = torch.cat([jacobian_svd(f, x[b : b + 1], 4, method="lanczos").S for b in range(B)])
+    torch.testing.assert_close(whole.S, alone)
+    tight = jacobian_svd(f, x, 4, method="lanczos", budget=1e-6)
+    torch.testing.assert_close(whole.S, tight.S)
+
+
+class Backward(torch.autograd.Function):
+    """x^2 with no forward-mode derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+def test_without_forward_mode_the_reverse_mode_serves_twice() -> None:
+    x = torch.rand(B, 30, dtype=torch.float64) + 0.1
+    products = Products(Backward.apply, x)
+    assert not products.forward_mode
+    svd = jacobian_svd(Backward.apply, x, 3, method="lanczos")
+    torch.testing.assert_close(svd.S, (2 * x).sort(dim=1, descending=True).values[:, :3])
+
+
+def test_not_converged_is_said() -> None:
+    a = torch.randn(300, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    svd = jacobian_svd(lambda x: x @ a.T, torch.randn(1, 300, dtype=torch.float64), 20, method="lanczos", rounds=2)
+    assert not svd.converged.all()
+    assert svd.rounds == 2
+    assert svd.residual.max() > 1e-6
+
+
+def test_wrong_inputs() -> None:
+    f = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="expected a batch"):
+        jacobian_svd(f, torch.randn(4), 1)
+    with pytest.raises(ValueError, match="float32 or float64"):
+        jacobian_svd(f, torch.randn(2, 4).half(), 1)
+    with pytest.raises(ValueError, match="choose 1 to 4"):
+        jacobian_svd(f, torch.randn(2, 4), 5)
+    with pytest.raises(ValueError, match="keep the batch"):
+        jacobian_svd(lambda x: x.sum(0, keepdim=True), torch.randn(2, 4), 1)
+    with pytest.raises(ValueError, match="'auto', 'dense' or 'lanczos'"):
+        jacobian_svd(f, torch.randn(2, 4), 1, method="qr")  # type: ignore[arg-type]
