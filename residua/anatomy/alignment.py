@@ -1,0 +1,234 @@
+"""Residual Alignment (Li and Papyan 2023): four laws of trained residual networks, as numbers.
+
+| law | statement | numbers |
+|---|---|---|
+| RA1 | representations of an input are equispaced on a line | line-shape score, variation of step lengths |
+| RA2 | top singular vectors agree, left with right and across depth | diagonal share, coupling, subspace overlap |
+| RA3 | the rank of a Jacobian is at most the number of classes | energy beyond C, `s_{C+1} / s_1`, entropy rank |
+| RA4 | top singular values fall inversely with depth | slope and R^2 of `1 / s_1` over the block index |
+
+All of it is measured per sample, from a path `h_0..h_L` and residual branches, `h_i = alpha_i h_{i-1} + f_i(h_{i-1})`.
+Spectra of decayed networks depend on the gauge: dividing the stream by what survives of it makes an ordinary network
+whose Jacobians are `J / alpha`. `gauge` says which are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .jacobian import JacobianSVD, Method, Products, jacobian_svd
+
+Gauge = Literal["J", "J/alpha"]
+Map = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One residual step at a batch: the branch, where it is applied, and how much of the stream stays."""
+
+    name: str
+    branch: Map
+    x: Tensor
+    """(B, ...): the step's input."""
+    alpha: float = 1.0
+
+
+@dataclass(frozen=True)
+class Path:
+    """RA1 of every sample: how straight its path is and how even its steps are."""
+
+    line_shape: Tensor
+    """(B,): number of steps / |sum of unit steps|; 1 is a straight line."""
+    variation: Tensor
+    """(B,): standard deviation of the step lengths over their mean; 0 is equispaced."""
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What was measured, per sample: B samples, L blocks, K triplets of each."""
+
+    names: list[str]
+    alphas: list[float]
+    gauge: Gauge
+    classes: int | None
+    path: Path
+    S: Tensor
+    """(B, L, K) top singular values."""
+    diagonal: Tensor
+    """(B, L, L): share of the energy of `U_j^T J_i V_j` that lies on its diagonal; 1 where block i acts along j's."""
+    coupling: Tensor
+    """(B, L, L): `|U_j^T J_i V_j - S_i|_F / |S_i|_F`; 0 is perfect alignment."""
+    overlap: Tensor
+    """(B, L, L): `|V_i^T V_j|_F^2 / K`, of right singular subspaces; 1 is the same subspace."""
+    grid: Tensor
+    """(L, L, K, K): `|U_j^T J_i V_j|`, mean over samples; the picture of RA2."""
+    left_right: Tensor
+    """(B, L): |<u, v>| of each block's leading pair."""
+    beyond: Tensor | None
+    """(B, L): share of the energy of the K values beyond the first C."""
+    ratio: Tensor | None
+    """(B, L): s_{C+1} / s_1."""
+    rank: Tensor
+    """(B, L): entropy of the normalised squares of the K values, in nats."""
+    slope: Tensor
+    """(B,): of the least-squares line through (i, 1 / s_1)."""
+    r2: Tensor
+    """(B,): of that line."""
+    converged: float
+    """Share of the triplets that converged."""
+
+    def scalars(self) -> dict[str, tuple[float, float]]:
+        """Name -> mean and standard deviation over samples (over pairs of blocks too, without those with oneself)."""
+        n = len(self.names)
+        others = ~torch.eye(n, dtype=torch.bool) if n > 1 else torch.ones(1, 1, dtype=torch.bool)
+        found = {
+            "RA1 line shape": self.path.line_shape,
+            "RA1 variation of steps": self.path.variation,
+            "RA2 diagonal share": self.diagonal[:, others].mean(1),
+            "RA2 coupling": self.coupling[:, others].mean(1),
+            "RA2 subspace overlap": self.overlap[:, others].mean(1),
+            "RA2 left and right": self.left_right.mean(1),
+            "RA3 entropy rank": self.rank.mean(1),
+            "RA4 slope": self.slope,
+            "RA4 R^2": self.r2,
+        }
+        if self.beyond is not None and self.ratio is not None:
+            found |= {"RA3 energy beyond C": self.beyond.mean(1), "RA3 s_{C+1} / s_1": self.ratio.mean(1)}
+        spread = {name: float(v.std(correction=1)) if len(v) > 1 else 0.0 for name, v in found.items()}
+        return {name: (float(v.mean()), spread[name]) for name, v in sorted(found.items())}
+
+    def verdicts(self) -> dict[str, tuple[bool, str]]:
+        """Law -> whether it holds here, and by which threshold on the mean over samples."""
+        mean = {name: value for name, (value, _) in self.scalars().items()}
+        ra1 = mean["RA1 line shape"] <= 1.1 and mean["RA1 variation of steps"] <= 0.3
+        found = {
+            "RA1": (ra1, "line shape <= 1.1 and variation of steps <= 0.3"),
+            "RA2": (mean["RA2 diagonal share"] >= 0.8, "diagonal share >= 0.8 between different blocks"),
+            "RA4": (mean["RA4 R^2"] >= 0.8 and mean["RA4 slope"] > 0, "1 / s_1 rises linearly, R^2 >= 0.8"),
+        }
+        if "RA3 energy beyond C" in mean:
+            found["RA3"] = (mean["RA3 energy beyond C"] <= 0.05, "at most 5 % of the energy beyond C values")
+        return dict(sorted(found.items()))
+
+
+def straightness(points: Tensor) -> Path:
+    """RA1 of paths (L + 1, B, ...): `h_0..h_L`. Steps of length zero have no direction and count as bends."""
+    steps = points.flatten(2).diff(dim=0)  # (L, B, n)
+    lengths = steps.norm(dim=-1)
+    unit = steps / lengths.clamp_min(torch.finfo(steps.dtype).tiny)[..., None]
+    total = unit.sum(0).norm(dim=-1)
+    return Path(len(steps) / total.clamp_min(1e-12), lengths.std(0, correction=0) / lengths.mean(0))
+
+
+def measure(
+    blocks: Sequence[Block],
+    end: Tensor,
+    k: int = 30,
+    *,
+    classes: int | None = None,
+    gauge: Gauge = "J",
+    method: Method = "auto",
+    budget: float = 2.0,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Alignment:
+    """The four laws over blocks whose inputs and outputs have one shape; `end` (B, ...) is the stream after the last.
+
+    `k` triplets of every block; `classes` is the C of RA3. The path of RA1 is that of the measured gauge: streams
+    divided by what survives of the first, for "J/alpha".
+    """
+    if len(blocks) < 2:
+        raise ValueError(f"{len(blocks)} residual blocks of one shape: alignment compares at least two")
+    scales = [1.0 / b.alpha if gauge == "J/alpha" and b.alpha else 1.0 for b in blocks]
+    found: list[JacobianSVD] = []
+    for i, block in enumerate(blocks):
+        found.append(jacobian_svd(block.branch, block.x, k, method=method, budget=budget, seed=seed))
+        if progress is not None:
+            progress(i + 1, 2 * len(blocks))
+    u, v = (torch.stack([getattr(f, name).flatten(2) for f in found], 1) for name in ("U", "V"))  # (B, L, K, n)
+    s = torch.stack([f.S * scale for f, scale in zip(found, scales)], 1)
+    grids = []
+    for i, (block, scale) in enumerate(zip(blocks, scales)):
+        pushed = Products(block.branch, block.x, budget).push(v.flatten(1, 2)).unflatten(1, v.shape[1:3]) * scale
+        grids.append(torch.einsum("bjkn,bjln->bjkl", u, pushed))  # (B, L, K, K): U_j^T J_i V_j
+        if progress is not None:
+            progress(len(blocks) + i + 1, 2 * len(blocks))
+    grid = torch.stack(grids, 1)  # (B, i, j, K, K)
+    return _summary(blocks, end, grid, u, v, s, found, classes, gauge)
+
+
+def _summary(
+    blocks: Sequence[Block],
+    end: Tensor,
+    grid: Tensor,
+    u: Tensor,
+    v: Tensor,
+    s: Tensor,
+    found: Sequence[JacobianSVD],
+    classes: int | None,
+    gauge: Gauge,
+) -> Alignment:
+    energy = grid.square()
+    on_diagonal = energy.diagonal(dim1=-2, dim2=-1).sum(-1)
+    target = torch.diag_embed(s)[:, :, None]  # S_i against every j
+    difference = (grid - target).flatten(-2).norm(dim=-1)
+    k = s.shape[-1]
+    slope, r2 = _line(1 / s[..., 0].clamp_min(torch.finfo(s.dtype).tiny))
+    beyond = ratio = None
+    if classes is not None and classes < k:
+        beyond = s[..., classes:].square().sum(-1) / s.square().sum(-1)
+        ratio = s[..., classes] / s[..., 0]
+    p = s.square() / s.square().sum(-1, keepdim=True)
+    return Alignment(
+        names=[block.name for block in blocks],
+        alphas=[block.alpha for block in blocks],
+        gauge=gauge,
+        classes=classes,
+        path=straightness(_points(blocks, end, gauge)),
+        S=s,
+        diagonal=on_diagonal / energy.sum((-2, -1)).clamp_min(torch.finfo(s.dtype).tiny),
+        coupling=difference / s.norm(dim=-1)[:, :, None],
+        overlap=torch.einsum("bikn,bjln->bijkl", v, v).square().sum((-2, -1)) / k,
+        grid=grid.abs().mean(0),
+        left_right=(u[:, :, 0] * v[:, :, 0]).sum(-1).abs(),
+        beyond=beyond,
+        ratio=ratio,
+        rank=torch.special.entr(p).sum(-1),
+        slope=slope,
+        r2=r2,
+        converged=float(torch.stack([f.converged for f in found]).double().mean()),
+    )
+
+
+def _points(blocks: Sequence[Block], end: Tensor, gauge: Gauge) -> Tensor:
+    """(L + 1, B, ...) streams, in the gauge: divided by the product of alphas so far."""
+    points = [*(block.x for block in blocks), end]
+    if gauge == "J/alpha":
+        left = 1.0
+        scaled = [points[0]]
+        for block, point in zip(blocks, points[1:]):
+            left *= block.alpha or 1.0
+            scaled.append(point / left)
+        points = scaled
+    return torch.stack(points)
+
+
+def _line(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and R^2 of the line through (i, values (B, L)), for every row."""
+    i = torch.arange(values.shape[1], dtype=values.dtype, device=values.device)
+    i, y = i - i.mean(), values - values.mean(1, keepdim=True)
+    slope = (y @ i) / (i @ i)
+    rest = (y - slope[:, None] * i).square().sum(1)
+    total = y.square().sum(1)
+    return slope, torch.where(total > 0, 1 - rest / total.clamp_min(torch.finfo(y.dtype).tiny), 1.0)
+
+
+def ujm_blocks(model: Any) -> tuple[list[Block], Tensor]:
+    """The blocks of an unconstrained Jacobians model at its data, and the stream after the last."""
+    points = model.path()
+    return [Block(f"J_{i + 1}", f, points[i]) for i, f in enumerate(model.maps())], points[-1]
