@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 if TYPE_CHECKING:
     from residua.data import Splits
+    from residua.train.session import Session
 
 console = Console(highlight=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -37,7 +38,7 @@ class Bar:
         self.progress.stop()
 
     def update(self, record: dict[str, Any]) -> None:
-        from residua.train.pretrain import hours
+        from residua.train.session import hours
 
         parts = [f"loss {record['loss']:.4f}", f"{record['images_per_s']:,.0f} img/s"]
         if "mfu" in record:
@@ -70,12 +71,23 @@ def img_size(given: tuple[int, ...]) -> tuple[int, int] | None:
 
 def data_of(model: str) -> str:
     """What a run was trained on."""
-    from residua.train import Pretrain
+    from residua.train.options import trained_on
 
-    for folder in (Path(model).expanduser(), *Path(model).expanduser().parents):
-        if (folder / "config.yaml").exists():
-            return Pretrain.read(folder / "config.yaml").data.data
-    raise ValueError(f"{model} does not say which images to use: add --data")
+    found = trained_on(model)
+    if found is None:
+        raise ValueError(f"{model} does not say which images to use: add --data")
+    return found
+
+
+def dry_run(session: Session[Any, Any]) -> None:
+    """What a run would take."""
+    from residua.train.session import estimate, hours
+
+    guess = estimate(session)
+    console.print(f"[bold]memory[/]   about {guess['memory_gib']:.2g} GiB for the network and one micro-batch")
+    console.print(
+        f"[bold]time[/]     about {hours(guess['seconds'])}, from three steps; nothing was trained or written"
+    )
 
 
 def warn_shared(splits: Splits) -> None:

@@ -9,10 +9,10 @@ import tyro
 from rich.markup import escape
 from tyro.conf import OmitArgPrefixes
 
-from .console import Bar, console, decoding, note, warn_shared
+from .console import Bar, console, decoding, dry_run, note, warn_shared
 
 if TYPE_CHECKING:
-    from residua.train import Session
+    from residua.train.pretrain import Pretraining
 
 
 def pretrain(args: list[str]) -> None:
@@ -36,7 +36,7 @@ def pretrain(args: list[str]) -> None:
             console.print(f"[bold]{heading:8}[/] {escape(text)}")
         warn_shared(session.splits)
     if session.config.machine.dry_run:
-        return _dry_run(session)
+        return dry_run(session)
     every = session.config.machine.eval_every
     with Bar(session.settings.steps, session.settings.batch_size, show=main) as bar:
         hooks = Hooks(
@@ -49,18 +49,7 @@ def pretrain(args: list[str]) -> None:
         _closing_words(model, session)
 
 
-def _dry_run(session: Session) -> None:
-    from residua.train import estimate
-    from residua.train.pretrain import hours
-
-    guess = estimate(session)
-    console.print(f"[bold]memory[/]   about {guess['memory_gib']:.2g} GiB for the network and one micro-batch")
-    console.print(
-        f"[bold]time[/]     about {hours(guess['seconds'])}, from three steps; nothing was trained or written"
-    )
-
-
-def _scores_while_training(model: Any, session: Session) -> dict[str, float]:
+def _scores_while_training(model: Any, session: Pretraining) -> dict[str, float]:
     from residua.evaluate import evaluate
     from residua.train.health import Health
 
@@ -78,12 +67,12 @@ def _scores_while_training(model: Any, session: Session) -> dict[str, float]:
     return {f"eval/{s.metric.replace(' ', '_')}": s.value for s in report.scores if s.layer in (-1, report.layers[-1])}
 
 
-def _quickest_probe(session: Session) -> Literal["simple", "lbfgs"]:
+def _quickest_probe(session: Pretraining) -> Literal["simple", "lbfgs"]:
     """One layer after the other to its optimum suits a CPU; many small steps for all layers at once, a GPU."""
     return "lbfgs" if session.accelerator.device.type == "cpu" else "simple"
 
 
-def _closing_words(model: Any, session: Session) -> None:
+def _closing_words(model: Any, session: Pretraining) -> None:
     from residua.evaluate import evaluate
     from residua.report import run_report
 

@@ -16,6 +16,7 @@ from residua.data import Batch, Feed, Preprocessing, Source, center_view, train_
 from residua.data.augment import normalize
 from residua.data.feed import OnBadImage
 from residua.nn import ViT
+from residua.nn.classifier import pool
 
 from .distributed import gather_rows, world
 from .featureset import Readout
@@ -66,17 +67,6 @@ class EncoderReader:
             return
         for readout in self.readout:
             out[readout, layer] = pool(tokens, readout, self.encoder.num_prefix_tokens)
-
-
-def pool(tokens: Tensor, readout: Readout, prefix: int = 1) -> Tensor:
-    """Tokens (B, T, D) -> float32 features (B, D)."""
-    match readout:
-        case "cls":
-            return tokens[:, 0].float()
-        case "patches":
-            return tokens[:, prefix:].mean(1, dtype=torch.float32)
-        case _:
-            return tokens.mean(1, dtype=torch.float32)
 
 
 @dataclass(frozen=True)

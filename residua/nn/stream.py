@@ -1,11 +1,13 @@
 """A residual network as what it is: a sequence of steps `x <- alpha * x + f(x)`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from residua.nn.shortcut import Decay, Shortcuts, scaled_add
 
@@ -14,28 +16,82 @@ Tap = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True, eq=False)
+class Skip:
+    """A long skip: before a step, `x <- join(x, y)` with y the stream after an earlier step."""
+
+    source: str
+    """Name of that earlier step."""
+    join: Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
 class Step:
-    """One residual step. Calling it gives `alpha * x + branch(x)`."""
+    """One residual step: `alpha * x + branch(x)`, in full `after(alpha * shortcut(x) + branch(x))`."""
 
     name: str
     """Where its branch lives, as in `blocks.3.attn`."""
     branch: Callable[[Tensor], Tensor]
     alpha: Tensor
     input: Tensor | None = None
-    """The stream before the step, where the stream was bound to images."""
+    """What the step is applied to, where the stream was bound to images; its long skip is joined already."""
+    shortcut: Callable[[Tensor], Tensor] | None = None
+    """What brings the stream to the branch's shape, where the step changes it; None: the identity."""
+    after: Callable[[Tensor], Tensor] | None = None
+    """What follows the addition: the activation of post-activation blocks; None: nothing."""
+    skip: Skip | None = None
+    """What joins the stream before the step. Not part of calling the step: `joined` does it, as `walk` calls it."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return scaled_add(x, self.branch(x), self.alpha)
+        kept = x if self.shortcut is None else self.shortcut(x)
+        out = scaled_add(kept, self.branch(x), self.alpha)
+        return out if self.after is None else self.after(out)
+
+    def joined(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        """The stream as this step takes it; `kept` holds the stream after earlier steps, by name."""
+        return x if self.skip is None else self.skip.join(x, kept[self.skip.source])
+
+    def scaled(self, scale: float | Tensor) -> "Step":
+        """The step with its branch scaled: by a number, or image by image (B,), as drop path needs it."""
+        return replace(self, branch=partial(_scaled, self.branch, scale))
+
+
+def _scaled(branch: Callable[[Tensor], Tensor], scale: float | Tensor, x: Tensor) -> Tensor:
+    y = branch(x)
+    if isinstance(scale, Tensor):
+        scale = scale.to(y.dtype).reshape(-1, *(1,) * (y.ndim - 1))
+    return y * scale
+
+
+def walk(steps: Sequence[Step], x: Tensor, tap: Tap | None, keep: Tensor | None, recompute: bool = False) -> Tensor:
+    """Carry a stream through steps. `keep` (B, steps) scales every branch of every image: 0 drops it.
+
+    `recompute` keeps nothing inside a step for the backward pass.
+    """
+    sources = {step.skip.source for step in steps if step.skip is not None}
+    kept: dict[str, Tensor] = {}
+    for k, step in enumerate(steps):
+        x = step.joined(x, kept)
+        step = step if keep is None else step.scaled(keep[:, k])
+        x = checkpoint(step, x, use_reentrant=False) if recompute and torch.is_grad_enabled() else step(x)
+        if step.name in sources:
+            kept[step.name] = x
+        if tap is not None:
+            tap(step.name, x)
+    return x
 
 
 class Residual(Protocol):
-    """What a network offers to be walked, tapped and faded."""
+    """What a network offers to be walked, tapped and faded.
+
+    `context` is what it takes beside images, a diffusion model's time and label; without it `steps` still lists
+    names and alphas.
+    """
 
     shortcut: Shortcuts
 
-    def embed(self, images: Tensor) -> Tensor: ...
+    def embed(self, images: Tensor, *context: Any) -> Tensor: ...
 
-    def steps(self) -> list[Step]: ...
+    def steps(self, *context: Any) -> list[Step]: ...
 
 
 class Stream(Sequence[Step]):
@@ -79,23 +135,25 @@ def residual_part(model: nn.Module) -> Residual:
     return part  # type: ignore[return-value]
 
 
-def stream(model: nn.Module, images: Tensor | None = None) -> Stream:
+def stream(model: nn.Module, images: Tensor | None = None, *context: Any) -> Stream:
     """The residual steps of a model (an autoencoder's are its encoder's).
 
     >>> for step in residua.stream(model):
     ...     print(step.name, float(step.alpha))
 
-    With images (B, C, H, W) every step also carries its input for them.
+    With images (B, C, H, W) every step also carries its input for them. A diffusion model is bound with all that
+    it is called with: `stream(model, x_t, t, y)`.
     """
     part = residual_part(model)
-    steps = part.steps()
     if images is None:
-        return Stream(steps)
+        return Stream(part.steps())
     bound: list[Step] = []
-    x = part.embed(images)
-    for step in steps:
+    kept: dict[str, Tensor] = {}
+    x = part.embed(images, *context)
+    for step in part.steps(*context):
+        x = step.joined(x, kept)
         bound.append(replace(step, input=x))
-        x = step(x)
+        x = kept[step.name] = step(x)
     return Stream(bound)
 
 

@@ -2,18 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from residua.nn.attention import attention
 from residua.nn.shortcut import Decay, Shortcuts
-from residua.nn.stream import Step, Tap
+from residua.nn.stream import Step, Tap, walk
 
 SIZES: dict[str, dict[str, int]] = {
     "nano": {"embed_dim": 128, "depth": 6, "num_heads": 4},
@@ -238,31 +236,22 @@ class ViT(nn.Module):
         blocks: Any = self.blocks
         for i, block in enumerate(blocks):
             branches += [(f"blocks.{i}.attn", block.attn_branch), (f"blocks.{i}.mlp", block.mlp_branch)]
-        if scale != 1.0:
-            branches = [(name, partial(_scaled, branch, scale)) for name, branch in branches]
-        return [Step(name, f, alpha) for (name, f), alpha in zip(branches, self.shortcut.alpha.unbind(0))]
+        steps = [Step(name, f, alpha) for (name, f), alpha in zip(branches, self.shortcut.alpha.unbind(0))]
+        return steps if scale == 1.0 else [step.scaled(scale) for step in steps]
 
-    def run(self, x: Tensor, tap: Tap | None = None) -> Tensor:
-        """Carry a stream through every step; the final norm is not applied."""
-        for step in self.steps():
-            if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(step, x, use_reentrant=False)
-            else:
-                x = step(x)
-            if tap is not None:
-                tap(step.name, x)
-        return x
+    def run(self, x: Tensor, tap: Tap | None = None, keep: Tensor | None = None) -> Tensor:
+        """Carry a stream through every step; the final norm is not applied.
 
-    def forward_features(self, images: Tensor, tap: Tap | None = None) -> Tensor:
+        `keep` (B, 2 * depth) scales the branches image by image: drop path, with the draws made by the caller.
+        """
+        return walk(self.steps(), x, tap, keep, recompute=self.grad_checkpointing)
+
+    def forward_features(self, images: Tensor, tap: Tap | None = None, keep: Tensor | None = None) -> Tensor:
         """Images -> tokens (B, 1 + N, D) after the last block and, where there is one, the final norm."""
         x = self.embed(images)
         if tap is not None:
             tap("embed", x)
-        return self.norm(self.run(x, tap))
+        return self.norm(self.run(x, tap, keep))
 
     def forward(self, images: Tensor) -> Tensor:
         return self.forward_features(images)
-
-
-def _scaled(branch: Callable[[Tensor], Tensor], scale: float, x: Tensor) -> Tensor:
-    return branch(x) * scale

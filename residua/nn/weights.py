@@ -1,4 +1,4 @@
-"""Weights under other projects' names: the original masked autoencoder's and transformers', read into ours."""
+"""Weights of other projects, read into ours: the original masked autoencoder's, transformers', U-ViT's and SiT's."""
 
 import re
 from collections.abc import Mapping
@@ -37,11 +37,15 @@ _DECODER = [
     (r"^decoder_(embed|blocks|norm|pred)\.", r"decoder.\1."),
 ]
 
+_DIFFUSION = ("mid_block.attn.qkv.weight", "x_embedder.proj.weight")  # U-ViT and SiT, under whose names ours go
+
 
 def translate(state: State) -> dict[str, Tensor]:
     """Any known naming -> ours: `encoder.*`, and `decoder.*` where the file has a decoder."""
     if any(key.startswith("encoder.blocks.") for key in state):
         return dict(state)
+    if any(key in state for key in _DIFFUSION):
+        return {f"encoder.{key}": value for key, value in _without_variance(state).items()}
     if any("embeddings.patch_embeddings" in key for key in state):
         state = _fuse_qkv({_rename(key, _TRANSFORMERS): value for key, value in state.items()})
     out = {}
@@ -58,14 +62,14 @@ def translate(state: State) -> dict[str, Tensor]:
 def infer_config(state: State, num_heads: int | None = None) -> dict[str, Any]:
     """Keyword arguments of `create_model` for translated weights, read off their shapes.
 
-    The number of heads leaves no trace in a shape: 64 channels each unless told, 80 for the published ViT-H.
+    The number of heads leaves no trace in a shape: 64 channels each unless told, 80 for the published ViT-H, 72 for
+    U-ViT-H and SiT-XL.
     """
+    if "encoder.patch_embed.proj.weight" not in state or "encoder.in_blocks.0.norm1.weight" in state:
+        return _diffusion_config(state, num_heads)
     embed = state["encoder.patch_embed.proj.weight"]
     width, channels, *patch = embed.shape
-    cells = state["encoder.pos_embed"].shape[1] - 1
-    side = round(cells**0.5)
-    if side * side != cells:
-        raise ValueError(f"{cells} positions make no square image: only weights of square images can be read")
+    side = _side(state["encoder.pos_embed"].shape[1] - 1)
     config: dict[str, Any] = {
         "name": "vit",
         "img_size": (side * patch[0], side * patch[1]),
@@ -85,20 +89,64 @@ def infer_config(state: State, num_heads: int | None = None) -> dict[str, Any]:
             "decoder_num_heads": 16 if dim % 512 == 0 else max(1, dim // 32)}  # fmt: skip
 
 
+def _side(cells: int) -> int:
+    side = round(cells**0.5)
+    if side * side != cells:
+        raise ValueError(f"{cells} positions make no square image: only weights of square images can be read")
+    return side
+
+
+def _diffusion_config(state: State, num_heads: int | None) -> dict[str, Any]:
+    """For U-ViT and SiT. The last row of a label table is taken for "no label"."""
+    state = {key.removeprefix("encoder."): value for key, value in state.items()}
+    uvit = "patch_embed.proj.weight" in state
+    width, channels, *patch = state["patch_embed.proj.weight" if uvit else "x_embedder.proj.weight"].shape
+    table = state.get("label_emb.weight" if uvit else "y_embedder.embedding_table.weight")
+    prefix = (1 if table is None else 2) if uvit else 0
+    side = _side(state["pos_embed"].shape[1] - prefix)
+    first = "in_blocks" if uvit else "blocks"
+    config = {
+        "name": "uvit" if uvit else "sit",
+        "img_size": (side * patch[0], side * patch[1]),
+        "patch_size": tuple(patch),
+        "in_chans": channels,
+        "embed_dim": width,
+        "depth": _count(state, f"{first}.") * (2 if uvit else 1),
+        "num_heads": num_heads or (16 if width == 1152 else max(1, width // 64)),
+        "mlp_ratio": state[f"{first}.0.mlp.fc1.weight"].shape[0] / width,
+        "num_classes": None if table is None else len(table) - 1,
+    }
+    if uvit:
+        return config | {"mlp_time_embed": "time_embed.0.weight" in state, "final_conv": "final_layer.weight" in state}
+    return config | {"skips": any(".skip." in key for key in state)}
+
+
+def _without_variance(state: State) -> dict[str, Tensor]:
+    """The published SiT predicts a variance beside the velocity and ignores it; what comes first is the velocity."""
+    out = dict(state)
+    if "x_embedder.proj.weight" in state:
+        _, channels, *patch = state["x_embedder.proj.weight"].shape
+        for key in ("final_layer.linear.weight", "final_layer.linear.bias"):
+            rows = out[key].reshape(patch[0] * patch[1], -1, *out[key].shape[1:])
+            out[key] = rows[:, :channels].flatten(0, 1)
+    return out
+
+
 def load_weights(model: nn.Module, state: State, *, what: str, encoder_only: bool = False) -> list[str]:
     """Load translated weights into an autoencoder or a lone encoder; returns what kept its initial value.
 
     `encoder_only` asks for nothing but the encoder (further pretraining with another decoder). Positions of
-    another grid and the alphas of this model stay as the model has them.
+    another grid, where they are fixed, and the alphas of this model stay as the model has them.
     """
     own = model.state_dict()
+    learned = {name for name, _ in model.named_parameters() if name.endswith("pos_embed")}
     lone = not any(key.startswith("encoder.") for key in own)
     given = {key.removeprefix("encoder."): v for key, v in state.items() if not key.startswith("decoder.")} if lone \
         else dict(state)  # fmt: skip
     optional = ("pos_embed", "shortcut.alpha", *(("decoder.",) if encoder_only else ()))
     wrong = []
     for key, value in own.items():
-        skippable = any(part in key for part in optional)
+        skippable = any(part in key for part in optional) and key not in learned
         if key not in given:
             wrong += [] if skippable else [f"{key} is missing"]
         elif given[key].shape != value.shape:

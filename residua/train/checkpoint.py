@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from residua.data import Preprocessing
-from residua.nn import MAE, ViT, create_model
+from residua.nn import MAE, Classifier, Network, create_model
 from residua.nn.weights import infer_config, load_weights, translate
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -38,7 +38,7 @@ class CheckpointError(ValueError):
 
 
 def description(model: nn.Module, step: int | None = None) -> dict[str, Any]:
-    """What rebuilds a model: its `create_model` keywords and its preprocessing."""
+    """What rebuilds a model: its `create_model` keywords, its preprocessing, a classifier's names of classes."""
     from residua import __version__
 
     pre = getattr(model, "preprocessing", None)
@@ -46,6 +46,7 @@ def description(model: nn.Module, step: int | None = None) -> dict[str, Any]:
         "residua": __version__,
         "model": model.config,
         "preprocessing": pre and pre.to_dict(),
+        "classes": getattr(model, "classes", None),
         "step": step,
     }
 
@@ -130,7 +131,7 @@ def _sync(path: Path) -> None:
 # ---------------------------------------------------------------- reading
 
 
-def load(path: str | Path, *, ema: bool = True) -> MAE | ViT:
+def load(path: str | Path, *, ema: bool = True) -> Network:
     """A model from a run, a checkpoint, one safetensors file, or published MAE weights.
 
     Published are `mae_pretrain_vit_*.pth` and folders or files of transformers' ViTMAE and ViT. The model comes in
@@ -146,6 +147,8 @@ def load(path: str | Path, *, ema: bool = True) -> MAE | ViT:
         load_weights(model, load_file(file), what=str(file))
         if described["preprocessing"]:
             model.preprocessing = Preprocessing.from_dict(described["preprocessing"])
+        if described.get("classes"):
+            model.classes = described["classes"]  # type: ignore[union-attr]
     else:
         state = translate(read_state(file))
         config = infer_config(state, **_transformers_heads(file.parent))
@@ -154,7 +157,7 @@ def load(path: str | Path, *, ema: bool = True) -> MAE | ViT:
         load_weights(model, state, what=str(file))
         if config["in_chans"] == 3:
             model.preprocessing = Preprocessing(config["img_size"], IMAGENET_MEAN, IMAGENET_STD, crop_pct=0.875)
-    if isinstance(model, MAE):
+    if isinstance(model, MAE | Classifier):
         model.encoder.preprocessing = model.preprocessing
     return model.eval()
 
@@ -198,7 +201,7 @@ def load_training(checkpoint: Path) -> dict[str, Any]:
 def initialize(model: nn.Module, path: str | Path) -> None:
     """Start `model` from other weights: the encoder always, the decoder where it is the same."""
     file = weights_file(Path(path).expanduser())
-    state = translate(read_state(file))
+    state = {k: v for k, v in translate(read_state(file)).items() if k.startswith(("encoder.", "decoder."))}
     own = model.state_dict()
     same = {k for k in state if k.startswith("decoder.")} == {k for k in own if k.startswith("decoder.")}
     same = same and all(state[k].shape == own[k].shape for k in state if k.startswith("decoder."))

@@ -35,7 +35,8 @@ from residua.train.order import Order
 from residua.train.recorded import Recorded
 
 Objective = Callable[[nn.Module, Batch, Tensor], Tensor]
-"""(model, batch, epoch of each image) -> loss, a mean over the batch."""
+"""(model, batch, epoch of each image) -> loss, a mean over the batch. An objective that lets neighbours in the batch
+have a part in each other says by its attribute `together` how many must not be separated."""
 Record = dict[str, Any]
 
 
@@ -92,13 +93,15 @@ class Loop:
         run: Path | None = None,
         hooks: Hooks | None = None,
         groups: Groups | None = None,
+        remedies: str = "a smaller --lr or --clip 1.0",
     ) -> None:
         self.bare, self.objective, self.feed, self.settings = model, objective, feed, settings
-        self.accelerator, self.run, self.hooks = accelerator, run, hooks or Hooks()
+        self.accelerator, self.run, self.hooks, self.remedies = accelerator, run, hooks or Hooks(), remedies
         self.device = accelerator.device
         world = accelerator.num_processes
         self.order = Order(len(feed), settings.batch_size, settings.seed, accelerator.process_index, world)
-        self.micro = min(settings.micro_batch or self.order.share, self.order.share)
+        self.together = getattr(objective, "together", 1)
+        self.micro = min(self._whole(settings.micro_batch or self.order.share), self.order.share)
         model.to(self.device)
         self.ema = Average(model, settings.ema) if settings.ema else None
         groups = groups or parameter_groups(model, settings.weight_decay)
@@ -128,6 +131,10 @@ class Loop:
         if self.settings.compile:
             loss = torch.compile(loss)
         return lambda batch, epochs: loss(batch.pixels, batch.sizes, batch.index, epochs)
+
+    def _whole(self, count: int) -> int:
+        """So many images or a few more, so that none is separated from those it belongs to."""
+        return -(-count // self.together) * self.together
 
     def _micro_batches(self, batch: Batch, epochs: Tensor) -> Iterator[tuple[Batch, Tensor, float, bool]]:
         count = len(batch.index)
@@ -166,12 +173,12 @@ class Loop:
                 return self.recorded(*inputs) if self.recorded else self._update(*inputs)
             except torch.OutOfMemoryError as error:
                 self.optimizer.zero_grad(set_to_none=True)
-                if self.accelerator.num_processes > 1 or self.micro == 1:
+                if self.accelerator.num_processes > 1 or self.micro <= self.together:
                     raise TrainingStopped(
                         f"out of memory with {self.micro} images at once at step {self.step:,}: "
                         "set a smaller --micro-batch, add --grad-checkpointing, or take a smaller model"
                     ) from error
-            self.micro = -(-self.micro // 2)
+            self.micro = self._whole(-(-self.micro // 2))
             self.recorded = None  # accumulated steps are not replayed
             self.loss = self._make_loss()
             if self.device.type == "cuda":
@@ -289,7 +296,7 @@ class Loop:
         raise TrainingStopped(
             f"{what} at step {step + 1:,}, learning rate {learning_rate(step, self.settings):.2e}. "
             + (f"The last good checkpoint is {kept[-1]}. " if kept else "No checkpoint was written before. ")
-            + "Try a smaller --lr, --clip 1.0, --zero-init True, or a larger --alpha-min."
+            + f"Try {self.remedies}."
         )
 
     def _log(self, record: Record) -> None:

@@ -40,17 +40,17 @@ def count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def training_flops(model: nn.Module, images: Tensor, noise: Tensor) -> float:
+def training_flops(model: nn.Module, *inputs: Tensor) -> float:
     """Matrix-product operations of one image, forward and backward, counted on the CPU."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
-        model(images[:1], noise[:1])[0].backward()
+        _first_output(model, inputs).backward()
     model.zero_grad(set_to_none=True)
     return float(counter.get_total_flops())
 
 
-def activation_bytes(model: nn.Module, images: Tensor, noise: Tensor) -> int:
+def activation_bytes(model: nn.Module, *inputs: Tensor) -> int:
     """Bytes kept for the backward pass of one image in float32, parameters left out."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
@@ -62,9 +62,17 @@ def activation_bytes(model: nn.Module, images: Tensor, noise: Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = model(images[:1], noise[:1])[0]
+        loss = _first_output(model, inputs)
     del loss
     return sum(kept.values())
+
+
+def _first_output(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+    """The model's output for one image as a number; in evaluation mode, so that no statistics move."""
+    training = model.training
+    out = model.eval()(*(x[:1] for x in inputs))
+    model.train(training)
+    return (out[0] if isinstance(out, tuple) else out).sum()
 
 
 def environment() -> dict[str, Any]:

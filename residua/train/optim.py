@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 Groups = list[dict[str, Any]]
+Optimizer = Literal["adamw", "sgd"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,10 @@ class Settings:
     steps: int
     batch_size: int
     lr: float
+    optimizer: Optimizer = "adamw"
     weight_decay: float = 0.05
     betas: tuple[float, float] = (0.9, 0.95)
+    momentum: float = 0.9
     warmup: float = 0.05
     clip: float | None = None
     ema: float | None = None
@@ -62,19 +65,20 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
 
 
-def make_optimizer(groups: Groups, settings: Settings, device: torch.device) -> torch.optim.AdamW:
-    """Fused AdamW; on CUDA one whose step can be part of a recorded graph."""
+def make_optimizer(groups: Groups, settings: Settings, device: torch.device) -> torch.optim.Optimizer:
+    """Fused AdamW, or SGD with Nesterov's momentum; on CUDA such that their step can be part of a recorded graph."""
     cuda = device.type == "cuda"
     rate = torch.tensor(settings.lr, device=device) if cuda else settings.lr
     fused = cuda or device.type == "cpu"
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=settings.momentum, nesterov=True, fused=fused)
     return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, fused=fused, capturable=cuda)
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a saved state; how the steps are computed stays this machine's choice, not the saved one's."""
-    own = [{key: group[key] for key in ("fused", "foreach", "capturable")} for group in optimizer.param_groups]
-    for group, keep in zip(state["param_groups"], own):
-        group.update(keep)
+    for group, own in zip(state["param_groups"], optimizer.param_groups):
+        group.update({key: own[key] for key in ("fused", "foreach", "capturable") if key in own})
     optimizer.load_state_dict(state)
 
 

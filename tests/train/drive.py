@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from residua.nn import MAE
-from residua.train import Hooks, Pretrain, checkpoint, fit, loop, prepare, read_metrics
+from residua.train import Finetune, Hooks, Pretrain, checkpoint, classify, fit, loop, prepare, read_metrics
 from residua.train.checkpoint import checkpoints, load_file, load_training
 
 STEPS = 12
@@ -33,6 +33,21 @@ def small(out: Path | None = None, **changes: Any) -> Pretrain:
 
 def pretrain(config: Pretrain, hooks: Hooks | None = None) -> MAE:
     return fit(prepare(config), hooks)
+
+
+def small_classifier(model: str, out: Path | None = None, **changes: Any) -> Finetune:
+    """12 steps of classification with everything random and everything that has a state."""
+    settings = {
+        "model": model, "data": "shapes?n=40&size=16&test=20", "mixup": 0.8, "cutmix": 1.0, "erasing": 0.5,
+        "drop_path": 0.3, "smoothing": 0.1, "steps": STEPS, "batch_size": 16, "lr": 2e-3, "clip": 1.0, "ema": 0.8,
+        "cpu": True, "trackers": (), "checkpoint_every": 3, "log_every": 2, "resident": True,
+        "out": str(out) if out else None, "dry_run": out is None,
+    }  # fmt: skip
+    return Finetune().override(**settings | changes)
+
+
+def finetune(config: Finetune, hooks: Hooks | None = None) -> Any:
+    return fit(classify.prepare(config), hooks)
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -66,20 +81,24 @@ def start(target: Callable[..., None], *args: Any) -> Any:
     return process
 
 
-def train(config: Pretrain, stage: str | None = None, nth: int = 1) -> None:
+def train(config: Pretrain | Finetune, stage: str | None = None, nth: int = 1) -> None:
     """Train, and die by SIGKILL the nth time that the run comes to a stage."""
     torch.set_num_threads(1)
     if stage is not None:
         STAGES[stage](_Nth(nth))
-    pretrain(config)
+    fit(ready(config))
 
 
-def train_rank(config: Pretrain, rank: int, world: int, port: int) -> None:
+def ready(config: Pretrain | Finetune) -> Any:
+    return prepare(config) if isinstance(config, Pretrain) else classify.prepare(config)
+
+
+def train_rank(config: Pretrain | Finetune, rank: int, world: int, port: int) -> None:
     """One of several processes."""
     torch.set_num_threads(1)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
-    session = prepare(config)
+    session = ready(config)
     assert session.accelerator.num_processes == world
     fit(session)
 

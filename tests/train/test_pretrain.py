@@ -16,7 +16,8 @@ from residua.data import Batch
 from residua.nn import MAE
 from residua.train import Hooks, Pretrain, Session, estimate, fit, prepare, read_metrics
 from residua.train.checkpoint import CheckpointError, checkpoints
-from residua.train.pretrain import Reconstruction, hours
+from residua.train.pretrain import Reconstruction
+from residua.train.session import hours
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +226,7 @@ def test_wrong_settings_leave_no_run_behind(tmp_path: Path, changes: dict[str, A
 
 
 def test_runs_without_a_name_get_one_each(tmp_path: Path) -> None:
-    config = small().override(dry_run=False, steps=1, ema=None)
+    config = small().override(dry_run=False, steps=1, ema=None, trackers=("tensorboard",))
     names = []
     for _ in range(2):
         session = prepare(config)
@@ -235,6 +236,7 @@ def test_runs_without_a_name_get_one_each(tmp_path: Path) -> None:
     assert names[0].endswith("-shapes")
     assert names[1] == names[0] + "-2"
     assert (tmp_path / "runs" / names[0] / "config.yaml").exists()
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == set(names)  # trackers write into the run
 
 
 # ---------------------------------------------------------------- what a run leaves

@@ -1,0 +1,240 @@
+"""What every run has settings for: images, shortcuts, optimisation, the machine. A run's settings are these groups."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+
+from residua.nn.shortcut import Branches, Control, Per, Schedule
+from residua.train.checkpoint import write_text
+
+Auto = Literal["auto"]
+Rule = tuple[str, Any, bool, str]
+"""Name of a setting, its value, whether that will do, and what was expected."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Images: where they come from and how they are seen."""
+
+    data: str = "shapes"
+    """shapes, digits, cifar10, cifar100, stl10, fashion-mnist, folder:PATH, parquet:PATH, hf:NAME, imagenet:PATH; auto,
+    where a run is given: what it was trained on."""
+    img_size: int | Auto = "auto"
+    """Side of the square that images are cropped to; auto: from the typical size of the images."""
+    scale: tuple[float, float] | Auto = (0.2, 1.0)
+    """Random resized crop: least and greatest share of the image's area; auto: 0.2 to 1 for autoencoders; for
+    classifiers 0.5 to 1, above 64 px 0.08 to 1."""
+    flip: bool = True
+    """Mirror half of the images."""
+
+
+@dataclass(frozen=True)
+class ShortcutConfig:
+    """Shortcuts: x <- alpha * x + f(x), alpha falling with depth."""
+
+    alpha_min: float | Auto = "auto"
+    """Strength of the last shortcut, in [0, 1]; 1 = ordinary residuals; auto: 0.9 for autoencoders with a U-shaped
+    decoder, else 1."""
+    alpha_eff: float | None = None
+    """Product of all alphas, instead of alpha_min: what transfers between depths."""
+    schedule: Schedule = "linear"
+    """How alpha falls from 1 to alpha_min over the depth."""
+    per: Per = "sublayer"
+    """One alpha for each sublayer (attention, MLP) or for each block."""
+    branches: Branches = "both"
+    """Which shortcuts fade."""
+    until: float | None = None
+    """Fade only the first steps: a share of the depth (up to 1.0) or a step index; ordinary shortcuts after that."""
+    control: Control = "none"
+    """Ablations: scale by sqrt(0.5) the branch alone, or branch and shortcut both."""
+    anneal: float = 0.0
+    """Share of the training steps over which alpha_min moves from 1 to its target; 0 = in force from the start."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimisation: linear warm-up, cosine to zero."""
+
+    epochs: float | Auto = "auto"
+    """Passes over the images; auto: from their number and the device."""
+    steps: int | None = None
+    """Optimiser steps, instead of epochs."""
+    batch_size: int | Auto = "auto"
+    """Images in a step, over all processes; auto: from the device."""
+    base_lr: float | None = None
+    """Peak learning rate for 256 images, scaled linearly with the batch size."""
+    lr: float | Auto = "auto"
+    """Peak learning rate as it is."""
+    warmup: float = 0.05
+    """Share of the steps with a rising learning rate."""
+    clip: float | None = None
+    """Largest norm of the gradient."""
+    ema: float | None = None
+    """Decay of an exponential moving average of the weights, such as 0.999."""
+    seed: int = 0
+    """Decides initial weights, order, crops, flips and all else that is random."""
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """Orchestration: nothing here changes what is learned, beyond rounding."""
+
+    out: str | None = None
+    """Run folder; default runs/DATE-DATA."""
+    resume: bool = False
+    """Continue the run in --out from its last checkpoint, exactly."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """auto: bf16 where the GPU has it."""
+    compile: bool | Auto = "auto"
+    """Compile the network; auto: on CUDA for 1,000 steps or more."""
+    micro_batch: int | None = None
+    """Images on a device at once; the rest of the batch is accumulated. Halved by itself when memory runs out. Batch
+    norm, where a network has it, then sees the parts."""
+    grad_checkpointing: bool = False
+    """Recompute encoder activations in the backward pass: less memory, more time."""
+    resident: bool | Auto = "auto"
+    """Keep all images in device memory; auto: if they fit."""
+    workers: int | None = None
+    """Decoding processes where images are streamed; default: one per core, at most 16."""
+    on_bad_image: Literal["error", "skip"] = "error"
+    """What to do about an unreadable image."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; default: a twentieth of the run."""
+    keep: int = 2
+    """Checkpoints kept; 0 keeps all."""
+    log_every: int | None = None
+    """Steps between lines of metrics.jsonl; default: a two-hundredth of the run."""
+    eval_every: float | None = None
+    """Epochs between evaluations while training: kNN, probe and rank of an encoder, accuracy of a classifier."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, or anything accelerate knows."""
+    cpu: bool = False
+    """Use the CPU even where there is a GPU."""
+    dry_run: bool = False
+    """Print what would be trained, its memory and its time, and stop."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings in groups. Every setting has a name of its own, so that names alone are enough."""
+
+    def override(self, **values: Any) -> Self:
+        """A copy with some settings changed, by their plain names: `config.override(alpha_min=0.8, seed=3)`."""
+        parts = {}
+        for part in fields(self):
+            group = getattr(self, part.name)
+            own = {f.name: values.pop(f.name) for f in fields(group) if f.name in values}
+            parts[part.name] = replace(group, **{k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
+        if values:
+            raise ValueError(f"no setting named {', '.join(values)}")
+        return type(self)(**parts)
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting by its plain name."""
+        return {name: value for group in asdict(self).values() for name, value in group.items()}
+
+    def save(self, path: Path) -> None:
+        groups = {k: {n: list(v) if isinstance(v, tuple) else v for n, v in g.items()} for k, g in asdict(self).items()}
+        write_text(path, yaml.safe_dump(groups, sort_keys=False))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """From YAML, grouped as written by `save` or flat."""
+        flat = read_flat(path, {f.name for f in fields(cls)})
+        try:
+            return cls().override(**flat)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def read_flat(path: Path, groups: set[str] | None = None) -> dict[str, Any]:
+    """The settings in a YAML file by their plain names; without `groups`, of any kind of run."""
+    content = yaml.safe_load(path.read_text()) or {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no settings: expected lines such as 'alpha_min: 0.8'")
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        grouped = isinstance(value, dict) and (groups is None or name in groups)
+        flat |= value if grouped else {name: value}
+    return {name: _number(value) for name, value in flat.items()}
+
+
+def trained_on(model: str | Path) -> str | None:
+    """The source of images that a run, or the run of a checkpoint, was trained on."""
+    path = Path(model).expanduser()
+    for folder in (path, *path.parents):
+        if (folder / "config.yaml").exists():
+            return str(read_flat(folder / "config.yaml").get("data", "shapes"))
+    return None
+
+
+def _number(value: Any) -> Any:
+    """`1e-4` is text to YAML 1.1, which asks for `1.0e-4`; nobody else does."""
+    numeric = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if numeric else value
+
+
+# ---------------------------------------------------------------- what every kind of run checks and chooses
+
+
+def common_rules(data: DataConfig, optim: OptimConfig, shortcut: ShortcutConfig, machine: MachineConfig) -> list[Rule]:
+    """What holds for every run."""
+    o, s, m = optim, shortcut, machine
+    low, high = (0.2, 1.0) if data.scale == "auto" else data.scale
+    fixed = s.schedule == "learned" or s.control != "none"
+    return [
+        ("scale", data.scale, 0 < low <= high <= 1, "two shares of the area, 0 < least <= greatest <= 1"),
+        ("epochs", o.epochs, o.epochs == "auto" or o.epochs > 0, "a positive number"),
+        ("steps", o.steps, o.steps is None or o.steps > 0, "a positive number"),
+        ("batch_size", o.batch_size, o.batch_size == "auto" or o.batch_size > 0, "a positive number"),
+        ("lr", o.lr, o.lr == "auto" or o.lr > 0, "a positive number"),
+        ("base_lr", o.base_lr, o.base_lr is None or o.base_lr > 0, "a positive number"),
+        ("warmup", o.warmup, 0 <= o.warmup <= 1, "a share of the steps, in [0, 1]"),
+        ("clip", o.clip, o.clip is None or o.clip > 0, "a positive norm"),
+        ("ema", o.ema, o.ema is None or 0 < o.ema < 1, "a decay between 0 and 1, such as 0.999"),
+        ("anneal", s.anneal, 0 <= s.anneal <= 1, "a share of the steps, in [0, 1]"),
+        ("anneal", s.anneal, not (s.anneal and fixed), "0 with learned shortcuts or a control: there is no alpha_min"),
+        ("micro_batch", m.micro_batch, m.micro_batch is None or m.micro_batch > 0, "a positive number"),
+        ("checkpoint_every", m.checkpoint_every, (m.checkpoint_every or 1) > 0, "a positive number of steps"),
+        ("log_every", m.log_every, (m.log_every or 1) > 0, "a positive number of steps"),
+        ("keep", m.keep, m.keep >= 0, "a number of checkpoints, or 0 for all"),
+    ]  # fmt: skip
+
+
+def check(rules: list[Rule]) -> None:
+    """Refuse what cannot be trained, before anything is loaded for it."""
+    for name, value, holds, expected in rules:
+        if not holds:
+            raise ValueError(f"{name} is {value}; expected {expected}")
+
+
+def machine_choices(machine: MachineConfig, device: str, steps: int) -> dict[str, Any]:
+    """How a run of so many steps is best carried out on a device, where the settings leave it open."""
+    m, gpu = machine, device != "cpu"
+    return {
+        "precision": ("bf16" if gpu and _has_bf16() else "fp32") if m.precision == "auto" else m.precision,
+        "compile": (device == "cuda" and steps >= 1000) if m.compile == "auto" else m.compile,
+        "checkpoint_every": m.checkpoint_every or max(1, steps // 20),
+        "log_every": m.log_every or max(1, steps // 200),
+    }
+
+
+def auto_size(typical: tuple[int, int]) -> int:
+    """Images up to 64 px as they are; larger ones at the next common size below."""
+    short = min(typical)
+    return short if short <= 64 else max(s for s in (64, 96, 128, 224) if s <= short)
+
+
+def auto_patch(side: int) -> int:
+    return max((p for p in (2, 4, 8, 16) if side // p >= 7), default=2 if side >= 4 else 1)
+
+
+def _has_bf16() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)

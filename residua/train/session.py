@@ -1,0 +1,246 @@
+"""A run made ready, and what making it ready has in common for everything that is trained."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from dataclasses import dataclass, fields
+from datetime import date
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+
+from residua.data import Feed, Preprocessing, Source, Splits
+from residua.data.feed import Progress
+from residua.train import checkpoint as ckpt
+from residua.train.loop import Hooks, Loop, Objective
+from residua.train.machine import activation_bytes, count_parameters, device_name, environment
+from residua.train.optim import Groups, Settings
+from residua.train.options import Config, MachineConfig
+
+C = TypeVar("C", bound=Config)
+M = TypeVar("M", bound=nn.Module)
+Lines = list[tuple[str, str]]
+
+
+@dataclass
+class Session(Generic[C, M]):
+    """A run made ready: everything is checked and chosen, nothing is trained yet."""
+
+    config: C
+    splits: Splits
+    model: M
+    feed: Feed
+    accelerator: Accelerator
+    settings: Settings
+    run: Path | None
+    preprocessing: Preprocessing
+
+    remedies = "a smaller --lr or --clip 1.0"
+    """What to try when a run blows up."""
+
+    @property
+    def machine(self) -> MachineConfig:
+        return self.config.machine  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return len(self.feed) / self.settings.batch_size
+
+    def objective(self) -> Objective:
+        raise NotImplementedError
+
+    def groups(self) -> Groups | None:
+        """Parameters with learning rates and weight decays of their own; None: the loop's."""
+        return None
+
+    def example(self) -> tuple[Tensor, ...]:
+        """What the model is called with, for one image."""
+        raise NotImplementedError
+
+    def loop(self, hooks: Hooks | None = None) -> Loop:
+        return Loop(
+            self.model, self.objective(), self.feed, self.settings, self.accelerator, self.run, hooks, self.groups(),
+            remedies=self.remedies,
+        )  # fmt: skip
+
+    def lines(self) -> Lines:
+        """What will be trained, on what, where: (heading, text)."""
+        raise NotImplementedError
+
+    def _data_line(self, then: str) -> str:
+        source = self.splits.train
+        labels = f"{len(source.classes)} classes" if source.classes else "no labels"
+        channels = f"{source.channels} channel{'s' * (source.channels > 1)}"
+        return f"{source.name}: {len(self.feed):,} images, {channels}, {labels} -> {then}"
+
+    def _closing_lines(self) -> Lines:
+        """The device, unreadable images and the run folder."""
+        m, world = self.machine, self.accelerator.num_processes
+        where = "whole data set on the device" if self.feed.resident else f"streamed by {self.feed.workers} workers"
+        compiled = ", compiled" if m.compile else ""
+        lines = [("device", f"{world} x {device_name(self.accelerator.device)}, {m.precision}{compiled}; {where}")]
+        if self.feed.skipped:
+            lines.append(("skipped", f"{self.feed.skipped} unreadable images"))
+        return lines if self.run is None else [*lines, ("run", str(self.run))]
+
+
+def fit(session: Session[Any, M], hooks: Hooks | None = None) -> M:
+    """Train, and return the model in evaluation mode. The run folder has it too."""
+    loop = session.loop(hooks)
+    if session.run is not None:
+        if session.accelerator.is_main_process:
+            session.config.save(session.run / "config.yaml")
+            ckpt.write_text(session.run / "environment.json", json.dumps(environment(), indent=1))
+        numbers = {k: v for k, v in session.config.settings().items() if isinstance(v, int | float | str | bool)}
+        session.accelerator.init_trackers("residua", config=numbers)
+        if session.machine.resume:
+            loop.resume()
+    try:
+        loop.fit()
+    finally:
+        session.accelerator.end_training()
+        session.feed.close()
+    return session.model.eval()
+
+
+def estimate(session: Session[Any, Any], steps: int = 3) -> dict[str, float]:
+    """Memory in GiB and time in seconds of a whole run, from a few real steps on throw-away weights."""
+    model, device = session.model, session.accelerator.device
+    micro = min(session.machine.micro_batch or session.settings.batch_size, session.settings.batch_size)
+    weights = 16 * count_parameters(model)  # float32 weight, gradient and two moments
+    half = 0.5 if session.settings.precision == "bf16" else 1.0
+    kept = half * micro * activation_bytes(model, *session.example())
+    loop = session.loop()
+    times = []
+    for images in loop.batches(0, steps):
+        start = time.perf_counter()
+        float(loop.advance(images)[0])
+        times.append(time.perf_counter() - start)
+    memory = float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else weights + kept
+    return {"memory_gib": memory / 2**30, "seconds": min(times) * session.settings.steps}
+
+
+# ---------------------------------------------------------------- the parts of getting ready
+
+
+def out_folder(machine: MachineConfig) -> Path | None:
+    return Path(machine.out).expanduser() if machine.out else None
+
+
+def open_accelerator(machine: MachineConfig) -> Accelerator:
+    trackers = _trackers(machine)
+    folder = out_folder(machine) or "runs"
+    return Accelerator(cpu=machine.cpu, log_with=trackers or None, project_dir=folder)
+
+
+def open_feed(
+    machine: MachineConfig, source: Source, device: torch.device, side: int, progress: Progress | None
+) -> Feed:
+    return Feed(
+        source, device, img_size=side, workers=machine.workers, on_bad_image=machine.on_bad_image,
+        resident=None if machine.resident == "auto" else machine.resident, progress=progress,
+    )  # fmt: skip
+
+
+def loop_settings(config: Config, flops: float) -> Settings:
+    """What of a resolved configuration the loop needs to know."""
+    values = config.settings()
+    chosen = {f.name: values[f.name] for f in fields(Settings) if f.name in values}
+    return Settings(**chosen, flops_per_image=flops)
+
+
+def _trackers(machine: MachineConfig) -> list[str]:
+    """The trackers asked for, or an error for one that is not installed."""
+    from accelerate.tracking import get_available_trackers
+
+    there = [str(name.value) for name in get_available_trackers()]
+    for name in machine.trackers:
+        if name not in there:
+            raise ValueError(
+                f"tracker {name!r} is unknown or not installed here; there are {', '.join(there) or 'none'}"
+            )
+    return [] if machine.dry_run else list(machine.trackers)
+
+
+def check_batch(batch: int, accelerator: Accelerator, together: int = 1) -> None:
+    """`together`: images that have to stay in one process."""
+    world = accelerator.num_processes
+    if world > 1 and batch % (world * together):
+        shared = f"shared by {world} processes" + (" in pairs that are mixed" if together > 1 else "")
+        raise ValueError(f"batch size {batch} cannot be {shared}: use a multiple of {world * together}")
+
+
+def run_folder(machine: MachineConfig, name: str, accelerator: Accelerator) -> Path:
+    """The folder of this run, made now so that a read-only disk shows before any work."""
+    chosen: list[str | None] = [None]
+    if accelerator.is_main_process:
+        given = out_folder(machine)
+        base = given or Path("runs") / f"{date.today()}-{name}"
+        path, number = base, 2
+        while not machine.resume and (path / "config.yaml").exists():
+            if given:
+                raise ValueError(f"{path} holds a run already: add --resume to continue it, or choose another --out")
+            path, number = base.with_name(f"{base.name}-{number}"), number + 1
+        try:
+            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            ckpt.write_text(path / "environment.json", "{}")
+        except OSError as error:
+            raise ValueError(f"cannot write to the run folder {path}: {error}; choose another with --out") from error
+        chosen = [str(path)]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(chosen)
+    assert chosen[0] is not None
+    run = Path(chosen[0])
+    accelerator.project_configuration.project_dir = accelerator.project_configuration.logging_dir = str(run)
+    return run
+
+
+def slug(spec: str) -> str:
+    """A name for a run folder from a source of images or a model."""
+    tail = spec.split("?")[0].rstrip("/").split(":")[-1].split("/")[-1]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", tail) or "run"
+
+
+def resumed(given: C) -> C:
+    """The configuration of the run that is continued: its own, with this call's orchestration."""
+    machine: MachineConfig = given.machine  # type: ignore[attr-defined]
+    folder = out_folder(machine)
+    if folder is None:
+        raise ValueError("--resume needs --out: the folder of the run to continue")
+    path = folder / "config.yaml"
+    if not path.exists():
+        raise ValueError(f"there is no run to resume at {path.parent}: {path.name} is missing")
+    saved = type(given).read(path)
+    fresh, before, now = type(given)().settings(), saved.settings(), given.settings()
+    orchestration = {f.name for f in fields(machine)}
+    # what was asked for then is known as what it came to: whole steps, a batch no larger than the data
+    images = round(before["steps"] * before["batch_size"] / before["epochs"])
+    came_to = {
+        "batch_size": lambda batch: min(batch, images),
+        "epochs": lambda epochs: math.ceil(epochs * images / before["batch_size"]) * before["batch_size"] / images,
+    }
+    for name, value in now.items():
+        if name in orchestration or value in (fresh[name], before[name]):
+            continue
+        if came_to.get(name, lambda v: v)(value) != before[name]:
+            raise ValueError(
+                f"--resume continues the run as it was: {name} is {before[name]!r} there, {value!r} was given. "
+                "Leave it out, or start a new run with another --out"
+            )
+    changed = {k: now[k] for k in orchestration if now[k] != fresh[k]}
+    return saved.override(**changed)
+
+
+def hours(seconds: float) -> str:
+    """12 s, 3 min, 2 h 5 min."""
+    minutes = math.ceil(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,491 @@
+"""Fine-tuning: the recipe's parts, chance that depends on images alone, runs killed and resumed."""
+
+import math
+import signal
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from drive import STEPS, differences, finetune, pretrain, small, small_classifier, start, train, train_rank
+from timm.loss import SoftTargetCrossEntropy
+from torch import Tensor, nn
+
+import residua
+from residua import data
+from residua.data import Batch, DataError, Splits
+from residua.data.arrays import ArraySource
+from residua.nn import Classifier, ResNet
+from residua.train import Finetune, Hooks, fit, read_metrics
+from residua.train.checkpoint import CheckpointError
+from residua.train.classify import Classification, Labelling, check_labels, prepare
+from residua.train.finetune_config import open_start, resolve
+
+Weights = dict[str, Tensor]
+RESNET = {"width": 4, "stages": (1, 1, 2, 1), "optimizer": "sgd", "alpha_min": 0.7, "lr": 0.05}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A pretraining run."""
+    run = tmp_path_factory.mktemp("runs") / "pretrained"
+    pretrain(small(run, steps=3))
+    return str(run)
+
+
+def weights(model: nn.Module) -> Weights:
+    return {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+
+def trained(model: str, **changes: Any) -> Weights:
+    return weights(prepare(small_classifier(model, ema=None, **changes)).loop().fit())
+
+
+def close(one: Weights, other: Weights) -> None:
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ---------------------------------------------------------------- killed and resumed, shared
+
+
+@pytest.mark.parametrize("stage", ["in the training state", "after the rename", "in a record"])
+def test_killed_and_resumed_it_ends_the_same(encoder: str, tmp_path: Path, stage: str) -> None:
+    calm, run = tmp_path / "calm", tmp_path / "run"
+    finetune(small_classifier(encoder, calm))
+    process = start(train, small_classifier(encoder, run), stage, 4 if "record" in stage else 2)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    finetune(small_classifier(encoder, run, resume=True))
+    assert differences(run, calm) == []
+
+
+def test_a_resnet_with_sgd_resumes_exactly(tmp_path: Path) -> None:
+    calm, run = tmp_path / "calm", tmp_path / "run"
+    finetune(small_classifier("resnet18", calm, **RESNET))
+    process = start(train, small_classifier("resnet18", run, **RESNET), "in the training state", 3)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    finetune(small_classifier("resnet18", run, resume=True, **RESNET))
+    assert differences(run, calm) == []
+
+
+def test_a_run_that_goes_on_needs_nothing_it_started_from(encoder: str, tmp_path: Path) -> None:
+    run, gone = tmp_path / "run", tmp_path / "gone"
+    Path(encoder).rename(gone)
+    config = small_classifier(str(gone), run)
+
+    def leave(record: dict[str, Any]) -> None:
+        if record["step"] >= 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        finetune(config, Hooks(on_record=leave))
+    gone.rename(encoder)
+    finetune(Finetune().override(out=str(run), resume=True, cpu=True, trackers=()))
+    assert [r["step"] for r in read_metrics(run)][-1] == STEPS
+    with pytest.raises(ValueError, match=r"mixup is 0.8 there, 0.1 was given"):
+        prepare(config.override(resume=True, mixup=0.1))
+
+
+def test_two_processes_follow_one(encoder: str, tmp_path: Path) -> None:
+    changes = {"log_every": 1, "steps": 6}
+    finetune(small_classifier(encoder, tmp_path / "one", **changes))
+    config = small_classifier(encoder, tmp_path / "two", **changes)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    processes = [start(train_rank, config, rank, 2, port) for rank in range(2)]
+    for process in processes:
+        process.join(180)
+    assert [p.exitcode for p in processes] == [0, 0]
+    one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)
+    assert [r["grad_norm"] for r in two] == pytest.approx([r["grad_norm"] for r in one], rel=1e-3)
+
+
+@pytest.mark.parametrize("micro", [4, 5, 1])
+def test_pairs_stay_together_when_the_batch_is_split(encoder: str, micro: int) -> None:
+    session = prepare(small_classifier(encoder, ema=None, micro_batch=micro))
+    loop = session.loop()
+    assert loop.micro == {4: 4, 5: 6, 1: 2}[micro]
+    close(weights(loop.fit()), trained(encoder))
+
+
+def test_an_odd_batch_leaves_one_image_unmixed(encoder: str) -> None:
+    session = prepare(small_classifier(encoder, batch_size=7))
+    objective = session.objective()
+    assert isinstance(objective, Labelling)
+    batch = next(session.feed.iterate([torch.arange(7)]))
+    _, targets = objective.view(batch, torch.zeros(7, dtype=torch.int64))
+    assert float(targets[-1].max()) == pytest.approx(0.9 + 0.1 / targets.shape[1])
+
+
+@pytest.mark.parametrize("change", [{"resident": False, "workers": 0}, {"grad_checkpointing": True}])
+def test_machine_settings_change_no_bit(encoder: str, change: dict[str, Any]) -> None:
+    one, other = trained(encoder), trained(encoder, **change)
+    assert all(torch.equal(one[k], other[k]) for k in one)
+
+
+# ---------------------------------------------------------------- chance and the objective
+
+
+@pytest.fixture
+def session(encoder: str) -> Classification:
+    return prepare(small_classifier(encoder))
+
+
+def test_chance_depends_on_seed_epoch_and_images_alone(session: Classification, encoder: str) -> None:
+    objective = session.objective()
+    assert isinstance(objective, Labelling)
+    batch = next(session.feed.iterate([torch.arange(12)]))
+    epochs = torch.tensor([0] * 6 + [1] * 6)
+    images, targets = objective.view(batch, epochs)
+    keep = objective.keep(batch, epochs)
+    assert keep is not None
+    torch.manual_seed(123)  # the global state has no part in it
+    for i in (0, 4, 10):
+        rows = slice(i, i + 2)
+        pair = Batch(batch.pixels[rows], batch.sizes[rows], batch.index[rows])
+        own, labels = objective.view(pair, epochs[rows])
+        torch.testing.assert_close(own, images[rows], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(labels, targets[rows])
+        assert torch.equal(objective.keep(pair, epochs[rows]), keep[rows])
+        later = objective.view(pair, epochs[rows] + 1)[0]
+        assert not torch.allclose(later, own, atol=1e-2)
+    other = prepare(small_classifier(encoder, seed=1)).objective()
+    assert not torch.equal(other.view(batch, epochs)[1], targets)
+
+
+def test_branches_are_dropped_at_timms_rates(session: Classification) -> None:
+    objective = session.objective()
+    assert isinstance(objective, Labelling)
+    index = torch.arange(4000)
+    keep = objective.keep(Batch(index, index, index), torch.zeros(4000, dtype=torch.int64))
+    assert keep is not None
+    theirs = timm.create_model("vit_tiny_patch16_224", depth=2, drop_path_rate=0.3)
+    rates = [getattr(d, "drop_prob", 0.0) for b in theirs.blocks for d in (b.drop_path1, b.drop_path2)]
+    for column, rate in zip(keep.T, rates):
+        kept = column[column > 0]
+        torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - rate)))
+        assert float((column == 0).float().mean()) == pytest.approx(rate, abs=0.03)
+
+
+def test_the_loss_is_timms(session: Classification) -> None:
+    objective = session.objective()
+    assert isinstance(objective, Labelling)
+    batch, epochs = next(session.feed.iterate([torch.arange(8)])), torch.zeros(8, dtype=torch.int64)
+    images, targets = objective.view(batch, epochs)
+    logits = session.model(images, objective.keep(batch, epochs))
+    expected = SoftTargetCrossEntropy()(logits, targets)
+    torch.testing.assert_close(objective(session.model, batch, epochs), expected)
+
+
+def test_without_regularisation_it_is_plain_cross_entropy(encoder: str) -> None:
+    off = dict.fromkeys(("mixup", "cutmix", "erasing", "drop_path", "smoothing"), 0.0)
+    session = prepare(small_classifier(encoder, **off))
+    objective = session.objective()
+    assert isinstance(objective, Labelling)
+    assert objective.together == 1
+    batch, epochs = next(session.feed.iterate([torch.arange(8)])), torch.zeros(8, dtype=torch.int64)
+    pre = session.preprocessing
+    views = data.train_view(batch, pre.img_size, pre.mean, pre.std, seed=0, epoch=0, scale=(0.5, 1.0))
+    labels = torch.from_numpy(session.splits.train.labels[:8])
+    torch.testing.assert_close(
+        objective(session.model, batch, epochs), nn.functional.cross_entropy(session.model(views), labels)
+    )
+
+
+def test_a_step_is_one_graph(session: Classification) -> None:
+    """Nothing in the objective needs the host: it can be compiled whole, and recorded."""
+    objective = session.objective()
+    batch, epochs = next(session.feed.iterate([torch.arange(8)])), torch.zeros(8, dtype=torch.int64)
+
+    def loss(pixels: Tensor, sizes: Tensor, index: Tensor) -> Tensor:
+        return objective(session.model, Batch(pixels, sizes, index), epochs)
+
+    whole = torch.compile(loss, backend="eager", fullgraph=True)
+    expected = loss(batch.pixels, batch.sizes, batch.index)
+    torch.testing.assert_close(whole(batch.pixels, batch.sizes, batch.index), expected)
+
+
+# ---------------------------------------------------------------- the optimiser
+
+
+def test_layer_decay_is_timms() -> None:
+    shape = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2}
+    theirs = timm.models.VisionTransformer(
+        **shape, num_classes=5, global_pool="avg", fc_norm=True, norm_layer=partial(nn.LayerNorm, eps=1e-6)
+    )
+    ours = residua.create_model("vit", **shape, num_classes=5)
+    excluded = theirs.no_weight_decay()
+    expected = by_name(
+        theirs,
+        timm.optim.param_groups_layer_decay(theirs, 0.05, no_weight_decay_list=excluded, layer_decay=0.65),
+    )
+    session = object.__new__(Classification)
+    session.model, session.config = ours, Finetune().override(layer_decay=0.65, weight_decay=0.05)
+    groups = session.groups()
+    assert groups is not None
+    renamed = {}
+    for name, value in by_name(ours, groups).items():
+        renamed[f"fc_{name}" if name.startswith("norm.") else name.removeprefix("encoder.")] = value
+    assert renamed == {name: v for name, v in expected.items() if name != "pos_embed"}
+    assert renamed["blocks.0.mlp.fc1.weight"] == (pytest.approx(0.65**3), 0.05)
+    assert renamed["head.weight"] == (1.0, 0.05)
+    assert renamed["cls_token"] == (pytest.approx(0.65**4), 0.0)
+
+
+def by_name(model: nn.Module, groups: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
+
+
+def test_the_loop_follows_the_layers(session: Classification) -> None:
+    loop = session.loop()
+    for images in loop.batches(0, 1):
+        loop.advance(images)
+    rates = {group["lr_scale"]: group["lr"] for group in loop.optimizer.param_groups}
+    assert len(rates) == 4  # embedding, two blocks, head
+    for scale, rate in rates.items():
+        assert rate == pytest.approx(2e-3 * scale)
+
+
+def test_sgd_is_torchs_with_nesterov_momentum() -> None:
+    session = prepare(small_classifier("resnet18", **RESNET, ema=None, clip=None, steps=3))
+    twin = residua.create_model(**session.model.config)
+    twin.load_state_dict(session.model.state_dict())
+    loop = session.loop()
+    matrices = [p for p in twin.parameters() if p.ndim >= 2]
+    others = [p for p in twin.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 5e-4}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+    for step, chosen in enumerate(loop.batches(0, 3)):
+        expected = loop.objective(twin.train(), session.feed.gather(*chosen), loop.order.epoch_of(step))
+        optimizer.zero_grad()
+        expected.backward()
+        loop.model.train()
+        assert float(loop.advance(chosen)[0]) == pytest.approx(expected.item(), rel=1e-5)
+        for group, own in zip(optimizer.param_groups, loop.optimizer.param_groups):
+            group["lr"] = own["lr"]
+        optimizer.step()
+    close(weights(session.model), weights(twin))
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+def test_the_encoder_starts_as_it_was_pretrained(session: Classification, encoder: str) -> None:
+    mae: Any = residua.load(encoder)
+    model = session.model
+    assert isinstance(model, Classifier)
+    assert model.readout == "patches"
+    for name, value in mae.encoder.state_dict().items():
+        assert torch.equal(model.encoder.state_dict()[name], value), name
+    assert session.preprocessing == mae.preprocessing
+    assert "read-out: mean of patches" in dict(session.lines())["model"]
+    assert "alpha_min 0.7" in dict(session.lines())["model"]
+
+
+def test_positions_are_interpolated_for_another_size(encoder: str) -> None:
+    mae: Any = residua.load(encoder)
+    model = prepare(small_classifier(encoder, img_size=24)).model
+    assert model.encoder.grid == (6, 6)
+    images = torch.randn(2, 3, 24, 24)
+    torch.testing.assert_close(model.encoder(images), mae.encoder(images))
+    assert not torch.allclose(model.encoder.pos_embed, residua.create_model(**model.config).encoder.pos_embed)
+
+
+def test_the_class_token_keeps_its_norm(tmp_path: Path) -> None:
+    run = tmp_path / "plain"
+    pretrain(small(run, steps=3, decoder="plain", anneal=0.0))
+    mae: Any = residua.load(run)
+    nn.init.normal_(mae.encoder.norm.weight)
+    images = torch.randn(2, 3, 16, 16)
+    model = prepare(small_classifier(str(run), readout="cls"), start=mae).model
+    torch.testing.assert_close(model.pooled(images), mae.encoder(images)[:, 0])
+    fresh = prepare(small_classifier(str(run), readout="patches"), start=mae).model
+    assert torch.equal(fresh.norm.weight, torch.ones(32))
+
+
+def test_a_classifier_is_loaded_whole(encoder: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    model = finetune(small_classifier(encoder, run))
+    loaded: Any = residua.load(run)
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(loaded(images), model(images))
+    assert loaded.classes == data.load("shapes").train.classes
+    assert loaded.preprocessing == model.preprocessing == loaded.encoder.preprocessing
+    again = prepare(small_classifier(str(run), readout="cls"))  # its encoder with another head
+    assert torch.equal(again.model.encoder.cls_token, loaded.encoder.cls_token)
+    assert float(again.model.head.weight.detach().abs().max()) < 1e-3
+    settings = Finetune.read(run / "config.yaml")
+    assert (settings.shortcut.alpha_min, settings.network.patch_size) == (0.7, 4)
+    pretrained = small(init=str(run))
+    assert torch.equal(residua.train.prepare(pretrained).model.encoder.cls_token, loaded.encoder.cls_token)
+
+
+def test_a_resnet_is_trained_from_scratch_and_further(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    session = prepare(small_classifier("resnet18", run, **RESNET))
+    model = fit(session)
+    assert isinstance(model, ResNet)
+    assert int(model.bn1.num_batches_tracked) == STEPS  # the count of one step each, none for the estimate
+    loaded: Any = residua.load(run)
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(loaded(images), model(images))
+    further = prepare(small_classifier(str(run))).model
+    assert torch.equal(further.layer1[0].conv1.weight, loaded.layer1[0].conv1.weight)
+    assert not torch.equal(further.fc.weight, loaded.fc.weight)
+    assert "resnet18 from scratch, alpha_min 0.7" in dict(session.lines())["model"]
+
+
+# ---------------------------------------------------------------- settings
+
+
+def chosen(model: str, device: str = "cpu", n: int = 1000, size: int = 32, **settings: Any) -> dict[str, Any]:
+    source = data.load(f"shapes?n={n}&size={size}").train
+    config = Finetune().override(model=model, **settings)
+    return resolve(config, open_start(model), source, device).settings()
+
+
+def test_defaults_are_maes_recipe_at_its_scale() -> None:
+    big = residua.create_model("vit_base", img_size=32, patch_size=16)
+    source = data.load("shapes?n=60000&size=32").train
+    got = resolve(Finetune(), big, source, "cuda").settings()
+    assert (got["batch_size"], got["epochs"]) == (1024, pytest.approx(100, rel=0.01))
+    assert got["lr"] == pytest.approx(5e-4 * 1024 / 256)
+    assert (got["layer_decay"], got["weight_decay"], got["drop_path"]) == (0.65, 0.05, 0.1)
+    assert (got["mixup"], got["cutmix"], got["erasing"], got["smoothing"]) == (0.8, 1.0, 0.25, 0.1)
+
+
+def test_defaults_follow_data_device_and_network() -> None:
+    small_run = chosen("vit_nano", n=1000)
+    assert (small_run["batch_size"], small_run["epochs"]) == (32, 100)
+    assert (small_run["mixup"], small_run["erasing"], small_run["smoothing"]) == (0, 0, 0.1)
+    assert (small_run["scale"], small_run["layer_decay"], small_run["alpha_min"]) == ((0.5, 1.0), 1.0, 1.0)
+    assert chosen("vit_nano", n=1000, mixup=0.4)["mixup"] == 0.4
+    resnet = chosen("resnet18", "cuda", n=10_000, optimizer="sgd", alpha_min=0.7)
+    assert (resnet["lr"], resnet["weight_decay"], resnet["batch_size"]) == (0.1, 5e-4, 128)
+    assert (resnet["mixup"], resnet["drop_path"], resnet["alpha_min"]) == (0, 0, 0.7)
+    assert chosen("vit_nano", n=10, size=224)["scale"] == (0.08, 1.0)
+    assert chosen("vit_nano", n=10, base_lr=1e-3, batch_size=8)["lr"] == pytest.approx(1e-3 * 8 / 256)
+
+
+def test_nothing_is_left_open_and_choosing_again_changes_nothing(encoder: str, tmp_path: Path) -> None:
+    source = data.load("shapes?n=100&size=32").train
+    for name in (encoder, "vit_nano", "resnet18"):
+        begin = open_start(name)
+        config = resolve(Finetune().override(model=name, data="shapes"), begin, source, "cpu")
+        left = [k for k, v in config.settings().items() if v == "auto" and k != "resident"]
+        assert left == (["patch_size"] if name == "resnet18" else [])
+        assert resolve(config, begin, source, "cpu") == config
+        config.save(tmp_path / "config.yaml")
+        assert Finetune.read(tmp_path / "config.yaml") == config
+
+
+def test_data_is_that_of_the_run_unless_told(encoder: str) -> None:
+    session = prepare(small_classifier(encoder, data="auto"))
+    assert session.config.data.data == "shapes?n=40&size=16"
+    with pytest.raises(ValueError, match="resnet18 does not say which images to use: add --data"):
+        prepare(small_classifier("resnet18", data="auto"))
+
+
+# ---------------------------------------------------------------- refused before work
+
+
+def labelled(train: list[int], test: list[int] | None = None, classes: str = "ab", other: str | None = None) -> Splits:
+    def part(split: str, labels: list[int], names: str) -> ArraySource:
+        pixels = np.zeros((len(labels), 8, 8, 3), np.uint8)
+        return ArraySource("made up", split, pixels, np.array(labels), list(names))
+
+    return Splits(
+        "made up", part("train", train, classes), None if test is None else part("test", test, other or classes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        (labelled([1, 1, 1]), "training images of 1 class"),
+        (labelled([0, 1, 2]), "labels of its train split go from 0 to 2; expected 0 to 1"),
+        (labelled([0, 1], [0, 3], "ab", "ab"), "labels of its test split go from 0 to 3"),
+        (labelled([0, 1], [0, 1], "ab", "ba"), "classes of its test split are not those of its train split"),
+    ],
+)
+def test_labels_that_cannot_be_learned(splits: Splits, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        check_labels(splits)
+
+
+def test_images_without_labels(encoder: str, tmp_path: Path) -> None:
+    from PIL import Image
+
+    for i in range(4):
+        Image.new("RGB", (16, 16), (i, i, i)).save(tmp_path / f"{i}.png")
+    with pytest.raises(DataError, match=r"has no labels to learn: put the images of each class into a folder"):
+        prepare(small_classifier(encoder, tmp_path / "run", data=f"folder:{tmp_path}"))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alpha_min": 0.5}, "alpha_min is 0.5, but a trained network keeps its shortcuts"),
+        ({"anneal": 0.5}, "anneal is 0.5, but a trained network"),
+        ({"patch_size": 8}, "patch_size is 8, but the trained network has 4"),
+        ({"stages": (2, 2, 2, 2)}, "stages is .* but the trained network has None"),
+        ({"data": "digits"}, "digits has 1 channels, the network takes 3"),
+        ({"img_size": 18}, "not divisible"),
+        ({"readout": "mean"}, "readout is 'mean'"),
+        ({"mixup": -1.0}, "mixup is -1.0; expected 0 or more"),
+        ({"drop_path": 1.0}, r"drop_path is 1.0; expected a share in \[0, 1\)"),
+        ({"smoothing": 1.5}, "smoothing is 1.5"),
+        ({"layer_decay": 0.0}, "layer_decay is 0.0"),
+        ({"weight_decay": -1.0}, "weight_decay is -1.0"),
+        ({"scale": (0.5, 0.2)}, "scale is"),
+    ],
+)
+def test_wrong_settings_leave_no_run_behind(
+    encoder: str, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(small_classifier(encoder, tmp_path / "run", **changes))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("resnet18", {"patch_size": 4}, "patch_size is 4, but resnet18 has none"),
+        ("vit_nano", {"width": 4}, "width is 4, but vit_nano has none"),
+        ("resnet18", {"width": 4, "grad_checkpointing": True}, "not recomputed"),
+        ("resnet18", {"width": 4, "branches": "mlp"}, "needs a network with attention"),
+    ],
+)
+def test_settings_that_belong_to_other_networks(model: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(small_classifier(model, **changes))
+
+
+def test_what_is_neither_run_nor_network(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"nothing at .*resnet81, and it is none of the networks vit_nano.*resnet18"
+    ):
+        open_start(str(tmp_path / "resnet81"))
+    with pytest.raises(ValueError, match="say what to train"):
+        open_start(None)
+    with pytest.raises(ValueError, match="a Linear cannot be fine-tuned"):
+        prepare(small_classifier("resnet18"), start=nn.Linear(2, 2))
+
+
+def test_a_run_that_blows_up_names_its_own_remedies(encoder: str) -> None:
+    loop = prepare(small_classifier(encoder)).loop()
+    objective = loop.objective
+    loop.objective = lambda model, batch, epochs: objective(model, batch, epochs) * math.nan
+    with pytest.raises(residua.train.TrainingStopped, match=r"Try a smaller --lr or --clip 1.0\.$"):
+        loop.fit()
