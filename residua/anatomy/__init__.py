@@ -1,5 +1,29 @@
-"""What the blocks of a residual network do: Jacobians and their alignment."""
+"""What the blocks of a residual network do: their Jacobians, how those align, and how classes collapse.
 
+svd = jacobian_svd(step.branch, step.input, k=30)     # top singular triplets, matrix-free
+laws = alignment(model, images, classes=10)           # RA1 to RA4
+laws.scalars(), laws.verdicts()
+"""
+
+from .alignment import Alignment, Block, measure, straightness
+from .collapse import Collapse, neural_collapse
 from .jacobian import JacobianSVD, NotDifferentiable, dense_jacobian, jacobian_svd
+from .network import alignment
+from .ujm import UJM, blobs, solve
 
-__all__ = ["JacobianSVD", "NotDifferentiable", "dense_jacobian", "jacobian_svd"]
+__all__ = [
+    "UJM",
+    "Alignment",
+    "Block",
+    "Collapse",
+    "JacobianSVD",
+    "NotDifferentiable",
+    "alignment",
+    "blobs",
+    "dense_jacobian",
+    "jacobian_svd",
+    "measure",
+    "neural_collapse",
+    "solve",
+    "straightness",
+]

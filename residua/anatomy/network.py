@@ -1,0 +1,117 @@
+"""The laws measured on a network: its residual stream bound to images, block by block."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from residua.nn.stream import Step, stream
+
+from .alignment import Alignment, Block, Gauge, measure
+from .jacobian import Method
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Blocks of one shape at a batch, ready to be measured; what changes shape is left out."""
+
+    blocks: list[Block]
+    end: Tensor
+    left_out: list[str]
+    """Steps whose input or output has another shape than most."""
+
+
+def alignment(
+    model: nn.Module,
+    images: Tensor,
+    *context: Any,
+    k: int = 30,
+    classes: int | None = None,
+    gauge: Gauge = "J",
+    token: int | None = None,
+    precision: Literal["float64", "float32"] = "float64",
+    method: Method = "auto",
+    budget: float = 2.0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Alignment:
+    """RA1 to RA4 of a residual network at some images, in evaluation mode; the model is left as it is.
+
+    `classes` is the number of classes it was trained on, for RA3. `token` measures the Jacobian of one token by
+    itself (the others fixed) instead of all tokens together. Post-activation blocks `relu(x + F(x))` count with the
+    masked branch `F(x) * 1[x + F(x) > 0]`. `context` is what a diffusion model takes beside images.
+
+    >>> laws = alignment(residua.load("runs/a"), images, k=30)
+    >>> laws.scalars()["RA2 coupling"], laws.verdicts()
+    """
+    dtype = getattr(torch, precision)
+    twin = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
+    bound = bind(twin, images.to(dtype), *(c.to(dtype) if _real(c) else c for c in context), token=token)
+    size = bound.blocks[0].x[0].numel()
+    options: dict[str, Any] = {"classes": classes, "gauge": gauge, "method": method, "budget": budget}
+    return measure(bound.blocks, bound.end, min(k, size), progress=progress, **options)
+
+
+def bind(model: nn.Module, images: Tensor, *context: Any, token: int | None = None) -> Bound:
+    """The residual steps of a model at images, as blocks. Of several shapes the one with most steps is taken."""
+    with torch.no_grad():
+        steps = list(stream(model, images, *context))
+        ends = [step(_input(step)) for step in steps]
+    if not steps:
+        raise ValueError(f"{type(model).__name__}: no residual steps found; looked for `steps()` of it or its encoder")
+    shapes = [(_input(step).shape, end.shape) for step, end in zip(steps, ends)]
+    same = Counter(a for a, b in shapes if a == b)
+    if not same:
+        raise ValueError("every residual step changes the shape of the stream: there is nothing to align")
+    common = same.most_common(1)[0][0]
+    chosen = [i for i, pair in enumerate(shapes) if pair == (common, common)]
+    blocks = [_block(steps[i], token) for i in chosen]
+    end = ends[chosen[-1]]
+    left = [step.name for i, step in enumerate(steps) if i not in chosen]
+    return Bound(blocks, end if token is None else end[:, token], left)
+
+
+def _block(step: Step, token: int | None) -> Block:
+    x, branch = _input(step), step.branch
+    if step.after is not None:
+        branch = _masked(step)
+    if token is not None:
+        if x.ndim != 3:
+            raise ValueError(f"token {token} was asked for, but {step.name} has a stream of shape {tuple(x.shape[1:])}")
+        return Block(step.name, _one_token(branch, x, token), x[:, token], float(step.alpha))
+    return Block(step.name, branch, x, float(step.alpha))
+
+
+def _masked(step: Step) -> Callable[[Tensor], Tensor]:
+    """The branch of `relu(alpha x + F(x))`, where the sum is positive; elsewhere nothing of it passes."""
+    if step.after is not F.relu and not isinstance(step.after, nn.ReLU):
+        raise ValueError(f"{step.name}: what follows its addition is no ReLU; its branch has no mask")
+
+    def branch(x: Tensor) -> Tensor:
+        f = step.branch(x)
+        return f * (step.alpha * x + f > 0)
+
+    return branch
+
+
+def _one_token(branch: Callable[[Tensor], Tensor], x: Tensor, token: int) -> Callable[[Tensor], Tensor]:
+    def own(z: Tensor) -> Tensor:
+        whole = torch.cat([x[:, :token], z[:, None], x[:, token + 1 :]], 1)
+        return branch(whole)[:, token]
+
+    return own
+
+
+def _input(step: Step) -> Tensor:
+    assert step.input is not None
+    return step.input
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

@@ -1,0 +1,95 @@
+"""The laws on networks: blocks bound as the forward pass has them, and derivatives that are those of the network."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import residua
+from residua.anatomy import alignment, dense_jacobian, jacobian_svd
+from residua.anatomy.network import bind
+
+
+@pytest.fixture
+def vit():
+    torch.manual_seed(0)
+    return residua.create_model("vit", img_size=8, patch_size=4, embed_dim=12, depth=3, num_heads=2, alpha_min=0.6)
+
+
+def test_blocks_are_the_steps_and_their_jacobians_those_of_the_network(vit) -> None:
+    vit = vit.double().eval()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    bound = bind(vit, x)
+    assert [b.name for b in bound.blocks] == [step.name for step in residua.stream(vit)]
+    assert bound.left_out == []
+    block = bound.blocks[3]
+    step = residua.stream(vit)[3]
+    whole = dense_jacobian(step, block.x)  # of alpha x + f(x)
+    eye = torch.eye(whole.shape[1], dtype=whole.dtype)
+    torch.testing.assert_close(dense_jacobian(block.branch, block.x), whole - block.alpha * eye)
+    torch.testing.assert_close(bound.end, step_through(vit, x))
+
+
+def step_through(vit, x):
+    stream = vit.embed(x)
+    for step in vit.steps():
+        stream = step(stream)
+    return stream
+
+
+def test_one_token_is_a_block_of_the_whole_jacobian(vit) -> None:
+    vit = vit.double().eval()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    whole = dense_jacobian(bind(vit, x).blocks[0].branch, bind(vit, x).blocks[0].x)
+    part = bind(vit, x, token=1).blocks[0]
+    torch.testing.assert_close(dense_jacobian(part.branch, part.x), whole[:, 12:24, 12:24])
+
+
+def test_post_activation_blocks_are_masked() -> None:
+    torch.manual_seed(0)
+    net = residua.create_model("resnet18", img_size=8, num_classes=3, width=4, stages=(3, 1, 1, 1), alpha_min=0.7)
+    net = net.double().eval()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    bound = bind(net, x)
+    assert [b.name for b in bound.blocks] == ["layer1.0", "layer1.1", "layer1.2"]
+    assert bound.left_out == ["layer2.0", "layer3.0", "layer4.0"]
+    block, step = bound.blocks[1], residua.stream(net)[1]
+    pre = block.alpha * block.x + step.branch(block.x)
+    on = (pre > 0).flatten(1).double()
+    out = dense_jacobian(lambda z: F.relu(block.alpha * z + step.branch(z)), block.x)
+    # d out / dx = diag(on) (alpha I + dF): the masked branch is what is left without the shortcut
+    eye = torch.eye(on.shape[1], dtype=on.dtype)
+    torch.testing.assert_close(
+        dense_jacobian(block.branch, block.x), out - block.alpha * on[:, :, None] * eye, rtol=1e-9, atol=1e-11
+    )
+
+
+def test_alignment_of_a_network_leaves_it_alone_and_scales_with_the_gauge(vit) -> None:
+    vit.train()
+    before = {k: v.clone() for k, v in vit.state_dict().items()}
+    images = torch.randn(3, 3, 8, 8)
+    laws = alignment(vit, images, k=5, classes=2)
+    assert vit.training
+    assert vit.cls_token.dtype == torch.float32
+    assert all(torch.equal(v, before[k]) for k, v in vit.state_dict().items())
+    assert laws.S.shape == (3, 6, 5)
+    assert laws.converged == 1
+    first = bind(vit.double().eval(), images.double()).blocks[0]
+    torch.testing.assert_close(laws.S[:, 0], jacobian_svd(first.branch, first.x, 5).S)
+    other = alignment(vit.float(), images, k=5, gauge="J/alpha")
+    alphas = torch.tensor(laws.alphas, dtype=torch.float64)
+    torch.testing.assert_close(other.S, laws.S / alphas[:, None], rtol=1e-5, atol=1e-9)
+    assert set(laws.verdicts()) == {"RA1", "RA2", "RA3", "RA4"}
+    assert "RA3" not in other.verdicts()
+    own = laws.diagonal.diagonal(dim1=1, dim2=2)  # a block along its own vectors is diagonal
+    torch.testing.assert_close(own, torch.ones_like(own), rtol=1e-9, atol=0)
+    assert float(laws.coupling.diagonal(dim1=1, dim2=2).max()) < 1e-6
+
+
+def test_wrong_inputs(vit) -> None:
+    with pytest.raises(TypeError, match="residual steps"):
+        alignment(torch.nn.Linear(2, 2), torch.randn(1, 2))
+    net = residua.create_model("resnet18", img_size=8, num_classes=3, width=4)
+    with pytest.raises(ValueError, match="token 0 was asked for"):
+        alignment(net, torch.randn(1, 3, 8, 8), token=0)
+    with pytest.raises(ValueError, match="at least two"):
+        alignment(residua.create_model("resnet18", img_size=8, width=4, stages=(1, 1, 1, 1)), torch.randn(1, 3, 8, 8))
