@@ -16,7 +16,7 @@ from residua.evaluate.dynamics import Dynamics, dynamics
 from residua.evaluate.maps import Basis
 from residua.evaluate.report import MODEL, NOTHING
 from residua.nn import MAE, stream
-from residua.report import figures, parts
+from residua.report import curves, figures, parts
 from residua.report.along import along_training, scores_while_training
 from residua.report.page import Cell, Page
 from residua.report.parts import load_data, load_model, setting_cell
@@ -24,6 +24,7 @@ from residua.report.runs import (
     NOT_SETTINGS,
     NotARun,
     Run,
+    blocks_of,
     differing_settings,
     headline,
     interval_cell,
@@ -35,6 +36,7 @@ from residua.report.runs import (
     show,
 )
 from residua.train.checkpoint import checkpoints
+from residua.train.config import Pretrain
 
 _Key = tuple[object, ...]
 _Row = list[str | Cell]
@@ -61,6 +63,11 @@ def compare(
     found = _read(runs, least=1 if along else 2)
     out = Path(out).expanduser()
     measured = Dynamics()
+    if along and (others := [run.name for run in found if not isinstance(run.config, Pretrain)]):
+        raise NotARun(
+            f"--dynamics measures the checkpoints of autoencoders; {', '.join(others)} is a classifier, whose tests "
+            "while training (--eval-every) are shown without it"
+        )
     if along:
         measured = dynamics({run.name: run.path for run in found}, limit=limit, device=device, on_message=on_message)
     title = "Comparison of " if len(found) > 1 else "Along the training of "
@@ -137,9 +144,8 @@ def _differences(page: Page, runs: Sequence[Run]) -> None:
         _what_differs(page, runs, differing_settings(runs))
     with page.fold("All settings"):
         settings = [run.config.settings() for run in runs]
-        rows: list[_Row] = [
-            [name, *(setting_cell(own[name]) for own in settings)] for name in settings[0] if name not in NOT_SETTINGS
-        ]
+        every = dict.fromkeys(name for own in settings for name in own if name not in NOT_SETTINGS)
+        rows: list[_Row] = [[name, *(setting_cell(own.get(name)) for own in settings)] for name in every]
         page.table(["setting", *names], rows)
 
 
@@ -207,10 +213,26 @@ def _curves(page: Page, runs: Sequence[Run]) -> None:
         caption = "Training loss. It compares only between runs with the same data, patches, mask ratio and target."
         page.figures((figures.loss_curves(trained), caption))
     scores_while_training(page, runs)
+    _by_size(page, runs)
     if any(len(e.layers) > 1 for e in evaluated.values()):
         page.heading("By depth")
         parts.depth_figures(page, evaluated)
         page.paragraph(f"Grey: baselines, those of {next(iter(evaluated))}.")
+
+
+def _by_size(page: Page, runs: Sequence[Run]) -> None:
+    """Scores of classifiers against their number of blocks, by alpha_min, where they differ in it."""
+    sizes = {run.name: count for run in runs if (count := blocks_of(run)) is not None and run.evaluation}
+    if len(set(sizes.values())) < 2:
+        return
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for run in runs:
+        for score in run.evaluation.scores if run.evaluation and run.name in sizes else ():
+            of = f"alpha_min {setting_cell(run.config.shortcut.alpha_min).text}"
+            found.setdefault(score.metric, {}).setdefault(of, []).append((sizes[run.name], score.value))
+    page.heading("By number of blocks")
+    units = {"entropy rank": "nats"}
+    page.figures(*((curves.size_curves(m, g, units.get(m, "%")), f"{m} on test images.") for m, g in found.items()))
 
 
 @dataclass

@@ -32,6 +32,18 @@ def epoch_curves(metric: str, groups: Mapping[str, Sequence[Curve]], unit: str =
 
 
 @styled
+def size_curves(metric: str, groups: Mapping[str, Sequence[tuple[float, float]]], unit: str = "%") -> Figure:
+    """A metric against the number of residual blocks, a line per group: the mean of its networks of one depth."""
+    figure, axes = new_axes("residual blocks", f"{metric} ({unit})" if unit else metric)
+    for name, style in run_styles(groups).items():
+        depths = sorted({x for x, _ in groups[name]})
+        means = [np.mean([y for x, y in groups[name] if x == depth]) for depth in depths]
+        axes.plot(depths, means, label=label(name, 30), **style)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return finish(figure, axes)
+
+
+@styled
 def correlation_curve(found: Sequence[Correlation], rank: str, accuracy: str) -> Figure:
     """Pearson's r between two metrics over the runs, by epoch; filled where p < 0.05."""
     figure, axes = new_axes("epoch", f"r of {rank} and {accuracy}")

@@ -21,7 +21,7 @@ from residua.report.runs import SUBJECTS, Run, by_depth, headline, interval_cell
 from residua.train.checkpoint import CheckpointError, checkpoints, load
 
 METRICS = {
-    "kNN": "%", "few-shot kNN": "%", "linear probe": "%", "entropy rank": "nats", "RankMe": "",
+    "kNN": "%", "few-shot kNN": "%", "linear probe": "%", "entropy rank": "nats", "RankMe": "", "accuracy": "%",
     **dict.fromkeys(("participation ratio", "stable rank", "alpha-ReQ", "LiDAR"), ""),
     **dict.fromkeys(("class separation", "variance ratio", "silhouette"), ""),
 }  # fmt: skip

@@ -12,7 +12,8 @@ from residua.nn import MAE, stream
 from residua.report import curves, figures, parts
 from residua.report.page import Cell, Page
 from residua.report.parts import METRICS, setting_cell, settings_text
-from residua.report.runs import Run, headline, read_run, show, while_training
+from residua.report.runs import NotARun, Run, headline, read_run, show, while_training
+from residua.train.config import Pretrain
 
 
 def run_report(
@@ -23,6 +24,8 @@ def run_report(
     >>> run_report(Path("runs/2026-11-15-shapes"))
     """
     found = read_run(run)
+    if not isinstance(found.config, Pretrain):
+        raise NotARun(f"{run} is a classifier: this page is of autoencoders; residua compare takes both")
     evaluation = evaluation or found.evaluation
     missing: list[str] = []
     model = model if model is not None else parts.load_model(found, missing)

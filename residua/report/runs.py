@@ -11,8 +11,11 @@ from typing import Any
 
 from residua.evaluate import Report, Score
 from residua.evaluate.report import MODEL, NOTHING, PIXELS, RANDOM
+from residua.nn.resnet import RESNETS
 from residua.report.page import Cell
 from residua.train.config import Pretrain
+from residua.train.finetune_config import Finetune
+from residua.train.options import read_flat
 
 NOT_SETTINGS = {"out", "resume", "dry_run"}  # where a run went and how it was called, not what it is
 SUBJECTS = (MODEL, RANDOM, PIXELS)
@@ -28,7 +31,7 @@ class Run:
 
     name: str
     path: Path
-    config: Pretrain
+    config: Pretrain | Finetune
     metrics: list[dict[str, Any]]
     environment: dict[str, Any]
     evaluation: Report | None
@@ -41,12 +44,12 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
     if not path.is_dir():
         raise NotARun(f"{path} is no run: there is no such folder")
     if not (path / "config.yaml").exists():
-        raise NotARun(f"{path} is no run: it holds no config.yaml; give a folder that residua pretrain wrote")
+        raise NotARun(f"{path} is no run: it holds no config.yaml; give a folder that training wrote")
     try:
-        config = Pretrain.read(path / "config.yaml")
+        config = read_config(path / "config.yaml")
         environment = _json(path / "environment.json")
         scores = _json(path / "evaluation.json")
-        evaluation = Report.from_dict(scores) if scores else None
+        evaluation = Report.from_dict(scores) if scores else _tested(config, _json(path / "finetune.json"))
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise NotARun(f"the run {path} cannot be read: {error}") from error
     name = name or path.resolve().name
@@ -56,6 +59,40 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
         lines = "1 line" if broken == 1 else f"{broken:,} lines"
         notes.append(f"{name}: {lines} of metrics.jsonl cannot be read and {'is' if broken == 1 else 'are'} left out.")
     return Run(name, path, config, metrics, environment, evaluation, notes)
+
+
+def read_config(path: Path) -> Pretrain | Finetune:
+    """The settings of a run, of whichever kind it is."""
+    return Finetune.read(path) if "layer_decay" in read_flat(path) else Pretrain.read(path)
+
+
+def _tested(config: Pretrain | Finetune, result: dict[str, Any]) -> Report | None:
+    """What a classifier's last test found, as scores."""
+    if not result:
+        return None
+    side = config.data.img_size
+    assert isinstance(side, int)
+    common = {"n_train": result["n_train"], "n_test": result["n_test"], "seed": result["seed"]}
+    report = Report(
+        config.data.data, result["readout"] or "pooled", [-1], (side, side), result["n_train"], result["n_test"],
+        result["test"], result["seed"],
+    )  # fmt: skip
+    spread = {"interval": result["interval"], "interval_of": "95 %, Wilson"}
+    report.scores.append(Score("accuracy", MODEL, -1, result["accuracy"], "%", common | spread))
+    if result["top5"] is not None and result["top5"] == result["top5"]:
+        report.scores.append(Score("top-5 accuracy", MODEL, -1, result["top5"], "%", common))
+    rank = {"n": result["n_test"], "of": "test", "center": "samples"}
+    report.scores.append(Score("entropy rank", MODEL, -1, result["entropy_rank"], "nats", common | rank))
+    return report
+
+
+def blocks_of(run: Run) -> int | None:
+    """How many residual blocks a classifier has, where its settings say so."""
+    if not isinstance(run.config, Finetune):
+        return None
+    network = run.config.network
+    stages = network.stages or RESNETS.get(network.model or "", {}).get("stages")
+    return sum(stages) if stages else getattr(network, "depth", None)
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
@@ -68,7 +105,8 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 def differing_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Setting -> its value in each run, for those settings alone that are not the same in all."""
     settings = [run.config.settings() for run in runs]
-    rows = {name: [own[name] for own in settings] for name in settings[0] if name not in NOT_SETTINGS}
+    names = dict.fromkeys(name for own in settings for name in own if name not in NOT_SETTINGS)
+    rows = {name: [own.get(name) for own in settings] for name in names}
     return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
 
 

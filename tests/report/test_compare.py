@@ -14,7 +14,7 @@ from rich.console import Console
 
 import residua
 from residua import cli
-from residua.report import NotARun, compare, comparison_table
+from residua.report import NotARun, compare, comparison_table, run_report
 from residua.report.runs import differing_settings, read_runs
 from residua.train.checkpoint import write_checkpoint
 
@@ -165,3 +165,29 @@ def test_a_diverged_model_costs_its_pictures_not_the_page(tmp_path: Path, quick_
     found = read_page(compare(runs, tmp_path / "c.html"))
     assert "Not drawn" in found.text
     assert "Every number" in found.text
+
+
+def test_classifiers_compare_by_accuracy_rank_and_number_of_blocks(tmp_path: Path, read_page: Read) -> None:
+    runs = []
+    small = {"width": 4, "batch_size": 32, "steps": 4, "optimizer": "sgd", "eval_every": 1.0, "cpu": True}
+    for alpha, third in ((1.0, 1), (1.0, 2), (0.7, 1), (0.7, 2)):
+        runs.append(tmp_path / f"alpha-{alpha}-{third}")
+        residua.evaluate.finetune(
+            "resnet18",
+            "shapes?n=64&size=16&test=32",
+            stages=(1, 1, third, 1),
+            alpha_min=alpha,
+            out=str(runs[-1]),
+            **small,
+        )
+    found = read_page(compare(runs, tmp_path / "c.html"))
+    result = json.loads((runs[0] / "finetune.json").read_text())
+    assert f"{result['accuracy']:.1f} %" in found.text
+    assert "By number of blocks" in found.text
+    assert "entropy rank on test images" in found.text
+    assert "While training" in found.text
+    assert "accuracy" in printed(comparison_table(runs))
+    with pytest.raises(NotARun, match="is a classifier"):
+        compare(runs, tmp_path / "d.html", along=True)
+    with pytest.raises(NotARun, match="is a classifier"):
+        run_report(runs[0])
