@@ -52,6 +52,9 @@ def save_parquet(folder: Path, count: int) -> None:
 def workdir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     save_images(folder / "my_photos", 24)
+    (folder / "my_classes").mkdir()
+    for name in ("cats", "dogs"):
+        save_images(folder / "my_classes" / name, 10)
     save_parquet(folder / "tiny-imagenet-100", 8)
     return folder
 
@@ -74,7 +77,10 @@ def test_readme_runs_from_top_to_bottom(workdir, monkeypatch, capsys):
         program, *args = shlex.split(line)
         if program != "residua":
             continue
-        if "mae-tiny-imagenet" in args:
+        if args[0] == "sweep":  # days of a CPU otherwise
+            args[args.index("--seeds") + 1] = "1"
+            args += ["--size", "nano", "--steps", "2"]
+        elif "mae-tiny-imagenet" in args:
             args.append("--dry-run")  # hours of a CPU otherwise; everything is checked and three steps are run
         status = cli.main(args)
         assert status == 0, f"{line}\n{capsys.readouterr().err}"
