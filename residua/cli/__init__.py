@@ -20,7 +20,10 @@ Residua trains, measures and explains residual networks whose shortcuts fade wit
   residua demo                                   see it work: two small runs, one page
   residua pretrain --data folder:my_photos       images in, encoder out
   residua evaluate RUN                           what its frozen features are worth
+  residua finetune RUN --data folder:my_classes  train all of it on labels, and test it
   residua segment RUN                            do its patches find objects by themselves
+  residua score folder:samples --reference DATA  how far generated images lie from real ones: FID, KID, ...
+  residua sweep RECIPE --alpha-min 1.0 0.9       a grid of runs, mean and interval over seeds
   residua compare RUN RUN                        runs side by side on one page
   residua embed RUN --data folder:my_photos      features of your images, as a table
   residua data info|preview SOURCE               what a source of images holds
@@ -28,8 +31,8 @@ Residua trains, measures and explains residual networks whose shortcuts fade wit
 
 Add --help to a command for its options."""
 COMMANDS = {
-    "demo": "demo", "pretrain": "pretrain", "evaluate": "evaluate", "segment": "segment", "compare": "compare",
-    "embed": "evaluate", "data": "data", "recipes": "recipes",
+    "demo": "demo", "pretrain": "pretrain", "evaluate": "evaluate", "finetune": "finetune", "segment": "segment",
+    "score": "score", "compare": "compare", "sweep": "sweep", "embed": "evaluate", "data": "data", "recipes": "recipes",
 }  # fmt: skip
 """Command -> the file of this folder that has a function of that name."""
 

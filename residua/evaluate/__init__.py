@@ -6,10 +6,15 @@ linear_probe(feats.train, feats.test, protocol="simple")
 entropy_rank(feats.test.last), rankme(feats.test.last)
 """
 
+from .attention_maps import attention_weights, class_attention
 from .cache import CacheError, FeatureCache
+from .dynamics import Dynamics, dynamics
 from .embed import embed
 from .features import extract, pixel_features
 from .featureset import Features, FeatureSet
+from .fid import Statistics, frechet_distance, kernel_distance, precision_recall, statistics
+from .finetune import FinetuneResult, finetune
+from .generative import GenerativeReport, GenerativeScore, score
 from .geometry import class_separation, layer_geometry, model_lidar, silhouette, variance_ratio
 from .knn import FewShotResult, KnnResult, few_shot_knn, knn, knn_by_layer
 from .neighbors import Neighbors, nearest_neighbors, neighbor_images
@@ -35,10 +40,14 @@ from .suite import evaluate
 __all__ = [
     "CacheError",
     "CollapsedError",
+    "Dynamics",
     "FeatureCache",
     "FeatureSet",
     "Features",
     "FewShotResult",
+    "FinetuneResult",
+    "GenerativeReport",
+    "GenerativeScore",
     "Head",
     "KnnResult",
     "Neighbors",
@@ -47,13 +56,20 @@ __all__ = [
     "Score",
     "SegmentScore",
     "Segmentation",
+    "Statistics",
     "alpha_req",
+    "attention_weights",
+    "class_attention",
     "class_separation",
+    "dynamics",
     "embed",
     "entropy_rank",
     "evaluate",
     "extract",
     "few_shot_knn",
+    "finetune",
+    "frechet_distance",
+    "kernel_distance",
     "knn",
     "knn_by_layer",
     "layer_geometry",
@@ -65,12 +81,15 @@ __all__ = [
     "neighbor_images",
     "participation_ratio",
     "pixel_features",
+    "precision_recall",
     "rankme",
     "ranks",
+    "score",
     "segment",
     "silhouette",
     "spectral_embedding",
     "spectrum",
     "stable_rank",
+    "statistics",
     "variance_ratio",
 ]

@@ -1,0 +1,117 @@
+"""`residua score`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from tyro.conf import Positional
+
+from .console import console, img_size, note
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """How far generated images lie from real ones: FID, KID, precision and recall."""
+
+    samples: Positional[str]
+    """A folder of images, a .npz or .npy file (uint8, images x height x width x 3), or a source of images."""
+    reference: str
+    """The same of real images; or a .npz file of statistics (mu, sigma), for FID alone."""
+    fid: bool = False
+    """Frechet distance; what is computed where nothing is asked for."""
+    kid: bool = False
+    """Kernel distance, mean and deviation over subsets."""
+    prc: bool = False
+    """Precision and recall by nearest neighbours."""
+    extractor: str = "inception"
+    """inception (the one of FID), timm:NAME, a run, or a TorchScript file, which is a program: trust it or leave it."""
+    weights: str | None = None
+    """File of weights for inception or timm:NAME; default: downloaded."""
+    readout: Literal["tokens", "patches", "cls"] = "tokens"
+    """Of a run as extractor."""
+    layer: int = -1
+    """Of a run as extractor; negative from the end."""
+    split: Literal["train", "test"] | None = None
+    """Which samples; default: all of a folder, else train."""
+    reference_split: Literal["train", "test"] | None = None
+    """Which images of the reference; default: all of a folder without train folder, else train."""
+    img_size: tuple[int, ...] = ()
+    """Bring all images to SIDE, or HEIGHT WIDTH, first: central part, antialiased; default: as they are."""
+    limit: int | None = None
+    """Use at most so many samples."""
+    reference_limit: int | None = None
+    """Use at most so many images of the reference."""
+    k: int = 3
+    """Neighbours, for precision and recall."""
+    subsets: int = 100
+    """Of KID."""
+    subset_size: int = 1000
+    """Images in a subset."""
+    seed: int = 0
+    """Of the subsets and limits."""
+    batch_size: int = 128
+    """Images at once."""
+    bf16: bool = False
+    """Run the extractor in bfloat16: faster on a GPU, not the numbers that others report."""
+    on_bad_image: Literal["error", "skip"] = "error"
+    """What to do about an unreadable image."""
+    cache: bool = True
+    """Keep what was computed of the reference, so that the next score against it starts at once."""
+    cache_dir: str | None = None
+    """Where; default: references in the user's cache directory."""
+    out: str | None = None
+    """JSON file; default: score.json in a folder of samples, or beside a .npz or .npy file."""
+    device: str | None = None
+    """cuda, cpu, ...; default: cuda where there is one."""
+
+
+def score(args: list[str]) -> None:
+    """Compare two sets of images."""
+    import torch
+
+    from residua.data.arrays import cache_dir
+    from residua.evaluate import FeatureCache
+    from residua.evaluate.generative import score
+
+    o = tyro.cli(ScoreOptions, args=args, prog="residua score")
+    where = _out(o)
+    cache = FeatureCache(o.cache_dir or cache_dir() / "references", note) if o.cache else None
+    asked = {"fid": o.fid, "kid": o.kid, "prc": o.prc}
+    result = score(
+        o.samples, o.reference, metrics=[m for m, on in asked.items() if on] or ["fid"],  # type: ignore[misc]
+        extractor=o.extractor, weights=o.weights, readout=o.readout, layer=o.layer, img_size=img_size(o.img_size),
+        split=o.split, reference_split=o.reference_split, limit=o.limit, reference_limit=o.reference_limit, k=o.k,
+        subsets=o.subsets, subset_size=o.subset_size, seed=o.seed, batch_size=o.batch_size, bf16=o.bf16,
+        on_bad_image=o.on_bad_image, cache=cache, progress=_progress,
+        device=o.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+    )  # fmt: skip
+    if cache is not None and cache.read + cache.computed:
+        console.print(f"reference: {'kept in' if cache.computed else 'read from'} {cache.folder}", markup=False)
+    console.print(result.table())
+    for text in result.notes:
+        note(text)
+    if where is not None:
+        console.print(f"written: {result.save(where)}", markup=False)
+
+
+def _out(o: ScoreOptions) -> Path | None:
+    """Where the JSON goes, looked at before the work starts."""
+    if o.out:
+        Path(o.out).parent.mkdir(parents=True, exist_ok=True)
+        return Path(o.out)
+    path = Path(o.samples.removeprefix("folder:")).expanduser()
+    if path.is_dir() and os.access(path, os.W_OK):
+        return path / "score.json"
+    if path.suffix in (".npz", ".npy") and os.access(path.parent, os.W_OK):
+        return path.with_suffix(".score.json")
+    return None
+
+
+def _progress(what: str, done: int, total: int) -> None:
+    if console.is_terminal:
+        of = f" of {total:,}" if total else ""
+        console.print(f"{what}: {done:,}{of} images", end="\n" if done == total else "\r", markup=False)

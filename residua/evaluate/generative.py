@@ -1,0 +1,264 @@
+"""Scores of generated images against real ones: FID, KID, precision and recall, in any network's features.
+
+result = score("folder:samples", "cifar100", metrics=("fid", "kid", "prc"))
+result = score(batches, "cifar100", about={"sampler": "DPM-Solver", "steps": 50})   # uint8 (B, 3, H, W), as made
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from residua.data import DataError, Source, Splits
+from residua.data.augment import ImgSize
+from residua.data.feed import OnBadImage
+
+from .distributed import world
+from .extractor import Extractor, open_extractor
+from .features import Cache, open_cache, pick_split
+from .featureset import Readout
+from .fid import Statistics, check_neighbors, exact_float32, frechet_distance, kernel_distance, precision_recall
+from .pictures import Pictures, Split, made_by, open_images
+from .reading import frozen, undisturbed
+from .summary import Progress, Settings, Summary, published_statistics, summarize, summarize_batches
+
+Metric = Literal["fid", "kid", "prc"]
+METRICS = ("fid", "kid", "prc")
+
+
+@dataclass(frozen=True)
+class GenerativeScore:
+    """One number with what it depends on."""
+
+    name: str
+    value: float
+    std: float | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        digits = 2 if self.name in ("FID", "Frechet distance") else 5 if self.std is not None else 3
+        spread = "" if self.std is None else f" ± {self.std:.{digits}f}"
+        return f"{self.value:.{digits}f}{spread}"
+
+
+@dataclass
+class GenerativeReport:
+    """What `score` found."""
+
+    samples: dict[str, Any]
+    """Name, number of images, size, and `made_by`: sampler, steps, guidance and whatever else is known."""
+    reference: dict[str, Any]
+    extractor: dict[str, Any]
+    scores: list[GenerativeScore] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What a reader of the numbers should know."""
+
+    def value(self, name: str) -> float:
+        """One number: `value("FID")`."""
+        found = {score.name: score.value for score in self.scores}
+        if name not in found:
+            raise KeyError(f"no {name!r}; there are {', '.join(found)}")
+        return found[name]
+
+    def table(self) -> Table:
+        """The scores with everything that they depend on."""
+        made = ", ".join(f"{key} {value}" for key, value in self.samples["made_by"].items())
+        lines = [
+            f"samples    {_describe(self.samples)}" + (f" ({made})" if made else ""),
+            f"reference  {_describe(self.reference)}",
+            f"extractor  {self.extractor['name']}, {self.extractor['dimensions']} dimensions, "
+            f"{self.extractor['precision']}",
+        ]
+        table = Table(title="\n".join(lines), title_justify="left", title_style="", show_header=False)
+        for score in self.scores:
+            settings = ", ".join(f"{key} {value:,}" for key, value in score.settings.items())
+            table.add_row(score.name, str(score), settings)
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON."""
+        from residua import __version__
+
+        scores = {
+            s.name: {"value": s.value} | ({} if s.std is None else {"std": s.std}) | s.settings for s in self.scores
+        }
+        made = {"residua": __version__, "torch": torch.__version__, "date": str(date.today())}
+        return {**vars(self), "scores": scores, "made_with": made}
+
+    def save(self, path: str | Path) -> Path:
+        """Write the JSON; the file is whole or not there."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(self.to_dict(), indent=2, default=str) + "\n")
+        os.replace(part, path)
+        return path
+
+
+def score(
+    samples: str | Source | Iterable[Tensor],
+    reference: str | Source,
+    *,
+    metrics: Sequence[Metric] = ("fid",),
+    extractor: str | Extractor = "inception",
+    weights: str | Path | None = None,
+    readout: Readout = "tokens",
+    layer: int = -1,
+    img_size: ImgSize | None = None,
+    split: Split | None = None,
+    reference_split: Split | None = None,
+    limit: int | None = None,
+    reference_limit: int | None = None,
+    k: int = 3,
+    subsets: int = 100,
+    subset_size: int = 1000,
+    seed: int = 0,
+    batch_size: int = 128,
+    bf16: bool = False,
+    device: str | torch.device | None = None,
+    cache: Cache = None,
+    about: Mapping[str, Any] | None = None,
+    on_bad_image: OnBadImage = "error",
+    progress: Progress = lambda what, done, total: None,
+) -> GenerativeReport:
+    """How far samples lie from real images, in the features of `extractor` (see `residua.evaluate.extractor`).
+
+    `samples` are a folder, a `.npz` or `.npy` file, a data source, or batches of uint8 (B, 3, H, W) as a model makes
+    them; `reference` is any of the first, or a `.npz` file of statistics (`mu`, `sigma`) where FID alone is asked for.
+    Images are compared at the size they have; `img_size` brings those of sources to another (see `Pictures`).
+
+    `metrics`: "fid", "kid" (over `subsets` of `subset_size` images, drawn by `seed`) and "prc", precision and recall
+    with `k` neighbours. `limit` takes so many images, chosen by `seed`. `cache` is a folder that keeps what was
+    computed of the reference. `about` says how the samples came about and is printed beside the scores.
+
+    Convolutions and products are float32 proper unless `bf16`, sums float64. One process only.
+    """
+    protocol = _Protocol(frozenset(metrics), k, subsets, subset_size, seed)
+    protocol.check()
+    if world()[1] > 1:
+        raise RuntimeError("score runs in one process; start it without a launcher")
+    ours = _pictures(samples, split, limit, seed, img_size) if isinstance(samples, str | Source) else samples
+    theirs = published_statistics(reference) or _pictures(reference, reference_split, reference_limit, seed, img_size)
+    if isinstance(ours, Pictures) and isinstance(theirs, Pictures) and "prc" in protocol.metrics:
+        check_neighbors(k, len(ours), len(theirs))
+    net = extractor
+    if isinstance(net, str):
+        net = open_extractor(net, weights, readout=readout, layer=layer)
+    if isinstance(theirs, Statistics) and (protocol.features or not net.inception):
+        raise DataError(
+            f"{reference} holds a mean and a covariance of Inception's features: good for FID, nothing else"
+        )
+
+    with frozen(net.module, device) as where, exact_float32(), undisturbed():
+        settings = Settings(where, batch_size, bf16, on_bad_image, progress)
+        if isinstance(theirs, Pictures):  # first: it may be there already, and samples may take long to make
+            real = summarize(theirs, net, settings, features=protocol.features, cache=open_cache(cache))
+        else:
+            real = Summary(Path(str(reference)).name, "", None, theirs)
+        if isinstance(ours, Pictures):
+            fake = summarize(ours, net, settings, features=protocol.features)
+        else:
+            fake = summarize_batches(ours, net, settings, features=protocol.features)
+        scores = protocol.scores(fake, real, net.inception, where)
+    told = {**(made_by(samples) if isinstance(samples, str) else {}), **(about or {})}
+    extracted = {"name": net.name, "dimensions": len(fake.statistics.mean), "precision": "bf16" if bf16 else "float32"}
+    notes = [*net.notes, *_notes(fake, real, protocol), *_grey(ours), *_grey(theirs)]
+    return GenerativeReport({**_about(fake), "made_by": told}, _about(real), extracted | net.identity, scores, notes)
+
+
+@dataclass(frozen=True)
+class _Protocol:
+    """Which scores, and how."""
+
+    metrics: frozenset[str]
+    k: int
+    subsets: int
+    subset_size: int
+    seed: int
+
+    @property
+    def features(self) -> bool:
+        """Whether means and covariances are not enough."""
+        return bool(self.metrics & {"kid", "prc"})
+
+    def check(self) -> None:
+        unknown = sorted(self.metrics - set(METRICS))
+        if unknown or not self.metrics:
+            raise ValueError(f"unknown metrics {', '.join(unknown) or 'none'}; there are {', '.join(METRICS)}")
+        if self.subsets < 1 or self.subset_size < 2:
+            raise ValueError(f"KID needs subsets of at least 2 images, got {self.subsets} of {self.subset_size}")
+
+    def drawn(self, fake: Summary, real: Summary) -> int:
+        """Images in a subset: fewer where there are not as many."""
+        return min(self.subset_size, fake.count, real.count)
+
+    def scores(self, fake: Summary, real: Summary, inception: bool, device: torch.device) -> list[GenerativeScore]:
+        found = []
+        if "fid" in self.metrics:
+            distance = frechet_distance(fake.statistics, real.statistics)
+            found.append(GenerativeScore("FID" if inception else "Frechet distance", distance))
+        if "kid" in self.metrics:
+            drawn = {"subsets": self.subsets, "subset_size": self.drawn(fake, real), "seed": self.seed}
+            mean, std = kernel_distance(fake.features, real.features, **drawn, device=device)
+            found.append(GenerativeScore("KID" if inception else "kernel distance", mean, std, drawn))
+        if "prc" in self.metrics:
+            shares = precision_recall(fake.features, real.features, k=self.k, device=device)
+            found += [GenerativeScore(name, share, settings={"k": self.k}) for name, share in shares._asdict().items()]
+        return found
+
+
+def _pictures(
+    images: str | Source, split: Split | None, limit: int | None, seed: int, img_size: ImgSize | None
+) -> Pictures:
+    source = open_images(images, split) if isinstance(images, str) else images
+    some = pick_split(Splits(source.name, source), "train", limit, seed)
+    assert some is not None
+    return Pictures(some, img_size)
+
+
+def _notes(fake: Summary, real: Summary, protocol: _Protocol) -> list[str]:
+    """What makes the numbers hard to compare."""
+    notes, dim = [], len(fake.statistics.mean)
+    for what, side in (("samples", fake), ("images of the reference", real)):
+        if "fid" in protocol.metrics and side.statistics.rank_deficient:
+            notes.append(
+                f"{side.count:,} {what} are fewer than the {dim + 1:,} that a covariance of {dim:,} dimensions needs "
+                "for full rank: the Frechet distance comes out too large; 50,000 are usual"
+            )
+    if fake.size and real.size and fake.size != real.size:
+        notes.append(
+            f"samples are {_size(fake.size)}, the reference {_size(real.size)}: part of the distance may be the size; "
+            "--img-size brings both to one"
+        )
+    if "kid" in protocol.metrics and (drawn := protocol.drawn(fake, real)) < protocol.subset_size:
+        notes.append(f"KID over subsets of {drawn:,} images instead of {protocol.subset_size:,}: there are no more")
+    return notes
+
+
+def _grey(images: object) -> list[str]:
+    if isinstance(images, Pictures) and images.source.channels == 1:
+        return [f"{images.name} is grey: its channel was repeated to three"]
+    return []
+
+
+def _about(side: Summary) -> dict[str, Any]:
+    return {"name": side.name, "split": side.split, "images": side.count or None, "size": side.size}
+
+
+def _describe(about: dict[str, Any]) -> str:
+    count = f"{about['images']:,} images" if about["images"] else "statistics of an unknown number of images"
+    split = f" {about['split']}" if about["split"] not in ("", "all") else ""
+    return f"{about['name']}{split}, {count}" + (f" of {_size(about['size'])}" if about["size"] else "")
+
+
+def _size(size: tuple[int, int]) -> str:
+    return f"{size[0]} x {size[1]} px"

@@ -1,0 +1,229 @@
+"""What scores of generated images need to know of a set of images; of a reference it is kept on disk.
+
+The cache is that of features (`residua.evaluate.cache`), keyed by the extractor's weights, the images and their size.
+`statistics.npz` beside the passes of an entry holds count, mean and covariance; the features themselves are only kept
+where a score needs them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from residua.data import Batch, DataError, Feed, Preprocessing, Source
+from residua.data.feed import OnBadImage
+
+from .cache import CacheError, Entry, FeatureCache, checksum
+from .extractor import Extractor
+from .features import Subject, read_features
+from .fid import Moments, Statistics, statistics
+from .pictures import Pictures
+from .reading import Column, Reader, View, pass_over
+
+Progress = Callable[[str, int, int], None]
+"""Called with whose images, how many are done, and of how many (0: not known)."""
+
+_COLUMN: Column = ("features", 0)
+_FEW = 2048  # images decoded sooner than workers would have started
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A set of images under an extractor."""
+
+    name: str
+    split: str
+    size: tuple[int, int] | None
+    """Height and width; None where only statistics are known."""
+    statistics: Statistics
+    features: Tensor | None = None
+    """(N, D), where they were asked for."""
+
+    @property
+    def count(self) -> int:
+        return self.statistics.count
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How images pass an extractor."""
+
+    device: torch.device
+    batch_size: int = 128
+    bf16: bool = False
+    on_bad_image: OnBadImage = "error"
+    progress: Progress = lambda what, done, total: None
+
+
+@dataclass(frozen=True)
+class Untouched(View):
+    """The pixels as they are stored."""
+
+    def center(self, batch: Batch, full: bool = False) -> Tensor:
+        return batch.pixels
+
+
+def summarize(
+    pictures: Pictures, extractor: Extractor, settings: Settings, *, features: bool, cache: FeatureCache | None = None
+) -> Summary:
+    """Statistics of a source's images, and their features where `features` says so."""
+    plain = Preprocessing(pictures.shape, (0.0,) * 3, (1.0,) * 3)
+    view = Untouched(plain, settings.batch_size, bf16=settings.bf16)
+    reader = _reader(extractor, pictures.name, len(pictures), settings.progress)
+    entry = stored = kept = None
+    if cache is not None:
+        fingerprint = pictures.fingerprint()
+        entry = cache.entry(extractor.identity, fingerprint, pictures, view, settings.on_bad_image)
+        stored = load_statistics(entry)
+        if stored is None:
+            check_writable(entry)
+    if features:
+        subject = Subject(lambda columns: reader, [_COLUMN], lambda: extractor.identity)
+        opened = partial(_open, settings=settings)
+        kept = read_features({"": subject}, pictures, opened, view, cache, settings.on_bad_image)[""].last
+    elif cache is not None:
+        cache.read, cache.computed = cache.read + (stored is not None), cache.computed + (stored is None)
+    if stored is None or (kept is not None and len(kept) != stored.count):
+        if kept is None:
+            stored = _pass(pictures, reader, view, settings)
+        else:
+            stored = statistics(kept, settings.device, pictures.name)
+        if entry is not None:
+            store_statistics(entry, stored)
+    return Summary(pictures.name, pictures.split, pictures.shape, stored, kept)
+
+
+def _pass(pictures: Pictures, reader: Reader, view: View, settings: Settings) -> Statistics:
+    """Statistics by one pass that keeps no features."""
+    feed, sums = _open(pictures, settings), _Sums(settings.device)
+    try:
+        pass_over(feed, reader, view, sums)
+    finally:
+        feed.close()
+    return sums.moments.statistics(pictures.name)
+
+
+@torch.inference_mode()
+def summarize_batches(
+    batches: Iterable[Tensor], extractor: Extractor, settings: Settings, *, features: bool, name: str = "samples"
+) -> Summary:
+    """The same of images that come as they are made: uint8 (B, 3, H, W), all of one size."""
+    moments, kept, size = Moments(settings.device), [], None
+    for images in batches:
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+            raise DataError(
+                f"{name}: a batch of {images.dtype} of shape {tuple(images.shape)}; expected uint8 (B, 3, H, W)"
+            )
+        size = size or (images.shape[2], images.shape[3])
+        if images.shape[2:] != size:
+            raise DataError(f"{name}: batches differ in size, {size[0]} x {size[1]} and {tuple(images.shape[2:])}")
+        with torch.autocast(settings.device.type, torch.bfloat16, enabled=settings.bf16):
+            found = extractor.module(images.to(settings.device)).float()
+        moments.add(found)
+        if features:
+            kept.append(found.cpu())
+        settings.progress(name, moments.count, 0)
+    return Summary(name, "all", size, moments.statistics(name), torch.cat(kept).clone() if features else None)
+
+
+class _Sums:
+    """A store that keeps sums only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.moments = Moments(device)
+
+    def add(self, rows: dict[Any, Tensor]) -> None:
+        self.moments.add(rows[_COLUMN][0])
+
+
+def _reader(extractor: Extractor, what: str, total: int, progress: Progress) -> Reader:
+    done = 0
+
+    def read(images: Tensor) -> dict[Any, Tensor]:
+        nonlocal done
+        done += len(images)
+        features = extractor.module(images)
+        progress(what, done, total)
+        return {_COLUMN: features}
+
+    return read
+
+
+def _open(source: Source, settings: Settings) -> Feed:
+    """Decoded in workers beside the computing; arrays and small sets need none."""
+    assert isinstance(source, Pictures)
+    few = len(source) < _FEW or source.in_memory
+    return Feed(
+        source, settings.device, img_size=max(source.shape), resident=False, workers=0 if few else None,
+        on_bad_image=settings.on_bad_image,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- on disk
+
+
+def load_statistics(entry: Entry) -> Statistics | None:
+    """Those of a cache entry, where they are there and whole."""
+    file = entry.folder / "statistics.npz"
+    if not file.exists():
+        return None
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            count, mean, cov, written = int(stored["count"]), stored["mean"], stored["cov"], str(stored["checksum"])
+        if checksum(np.vstack([mean, cov])) != written:
+            raise ValueError("it is not what was written")
+    except Exception as error:  # whatever a damaged archive makes of itself
+        entry.cache.note(f"cached statistics in {file} are damaged ({error}); computing them again")
+        return None
+    return Statistics(count, torch.from_numpy(mean), torch.from_numpy(cov))
+
+
+def check_writable(entry: Entry) -> None:
+    """Said before the work instead of after it."""
+    where = entry.cache.folder
+    try:
+        entry.folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(entry.folder, os.W_OK):
+            raise PermissionError(f"{entry.folder} is read-only")
+    except OSError as error:
+        raise CacheError(
+            f"cannot write statistics to {where}: {error.strerror or error}. Choose another folder (--cache-dir) or do "
+            "without (--no-cache)"
+        ) from error
+
+
+def store_statistics(entry: Entry, stats: Statistics) -> None:
+    """Whole or not at all. A disk that has filled up meanwhile is told; the score goes on."""
+    part = entry.folder / f".statistics-{os.getpid()}-{secrets.token_hex(4)}.npz"
+    mean, cov = stats.mean.numpy(), stats.cov.numpy()
+    try:
+        np.savez(part, count=stats.count, mean=mean, cov=cov, checksum=checksum(np.vstack([mean, cov])))
+        part.replace(entry.folder / "statistics.npz")
+    except OSError as error:
+        entry.cache.note(f"statistics could not be kept in {entry.cache.folder}: {error.strerror or error}")
+        part.unlink(missing_ok=True)
+
+
+def published_statistics(spec: object) -> Statistics | None:
+    """Mean and covariance that others computed: a `.npz` file with `mu` and `sigma`; None where it is anything else."""
+    if not isinstance(spec, str) or Path(spec).suffix != ".npz" or not Path(spec).expanduser().is_file():
+        return None
+    try:
+        with np.load(Path(spec).expanduser(), allow_pickle=False) as stored:
+            if not {"mu", "sigma"} <= set(stored.files):
+                return None
+            mean, cov = (np.asarray(stored[name], np.float64) for name in ("mu", "sigma"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{spec} cannot be read: {error}") from error
+    if mean.ndim != 1 or cov.shape != (len(mean), len(mean)):
+        raise DataError(f"{spec}: mu of shape {mean.shape} and sigma of {cov.shape} are no mean and covariance")
+    return Statistics(0, torch.from_numpy(mean), torch.from_numpy(cov))

@@ -1,0 +1,97 @@
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from residua.data import Batch, Preprocessing, center_view
+from residua.evaluate.extractor import encoder_extractor, open_extractor, timm_extractor
+from residua.nn import ViT, create_model
+from residua.train.checkpoint import write_checkpoint
+
+
+class Colours(nn.Module):
+    """Mean colours; another answer where the features are not asked for."""
+
+    def forward(self, x: Tensor, return_features: bool = False) -> Tensor:
+        means = x.mean([2, 3])
+        return means if return_features else means * 0
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randint(0, 256, (2, 3, 20, 24), dtype=torch.uint8)
+
+
+def test_a_torchscript_network_sees_0_to_255_and_is_asked_for_features(images: Tensor, tmp_path: Path) -> None:
+    torch.jit.script(Colours()).save(tmp_path / "colours.pt")
+    found = open_extractor(str(tmp_path / "colours.pt"))
+    assert (found.name, found.inception) == ("TorchScript colours.pt", False)
+    torch.testing.assert_close(found.module(images), images.float().mean((2, 3)))
+    assert len(found.identity["file"]) == 32
+
+
+def test_an_encoder_brings_its_preprocessing(vit: ViT, images: Tensor, tmp_path: Path) -> None:
+    vit.preprocessing = Preprocessing((16, 16), (0.4,) * 3, (0.3,) * 3)
+    write_checkpoint(tmp_path / "run", 1, vit, {})
+    found = open_extractor(str(tmp_path / "run"), readout="cls", layer=1)
+    assert found.name.endswith("run (layer 1, cls, 16 px)")
+    batch = Batch(images, torch.tensor([[20, 24]] * 2), torch.arange(2))
+    seen = {}
+    with torch.inference_mode():
+        vit.eval().forward_features(center_view(batch, 16, (0.4,) * 3, (0.3,) * 3), tap=seen.__setitem__)
+        torch.testing.assert_close(found.module(images), seen["blocks.1.mlp"][:, 0])
+    same = open_extractor(str(tmp_path / "run"), readout="cls", layer=-2)
+    assert same.identity == found.identity
+    assert open_extractor(str(tmp_path / "run")).identity != found.identity
+
+
+def test_an_encoder_of_grey_images_sees_grey(images: Tensor) -> None:
+    model = create_model("vit", img_size=16, patch_size=4, embed_dim=32, depth=1, num_heads=2, in_chans=1)
+    model.preprocessing = Preprocessing((16, 16), (0.0,), (1.0,), 1)
+    found = encoder_extractor(model).module
+    grey = images[:, :1].repeat(1, 3, 1, 1)
+    coloured = grey.clone()
+    coloured[:, 2] = 255 - coloured[:, 2]
+    assert found(grey).shape == (2, 32)
+    assert not torch.allclose(found(grey), found(coloured))
+
+
+def test_timm_with_weights_of_a_file(images: Tensor, tmp_path: Path) -> None:
+    model = timm.create_model("test_vit", pretrained=False).eval()
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    found = open_extractor("timm:test_vit", tmp_path / "weights.pth")
+    assert found.name == "timm:test_vit (160 px)"
+    with torch.inference_mode():
+        features = found.module(images)
+        x = found.module.preprocessing([image.permute(1, 2, 0).numpy() for image in images])
+        expected = model.forward_head(model.forward_features(x), pre_logits=True)
+    torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
+    other = timm.create_model("test_vit", pretrained=False)
+    torch.save(other.state_dict(), tmp_path / "other.pth")
+    assert timm_extractor("test_vit", tmp_path / "other.pth").identity != found.identity
+
+
+def test_wrong_names_are_told(tmp_path: Path, vit: ViT, monkeypatch) -> None:
+    with pytest.raises(ValueError, match=r"no extractor 'incpetion': give inception, timm:NAME"):
+        open_extractor("incpetion")
+    with pytest.raises(ValueError, match=r"timm has no model 'resnet18x'"):
+        open_extractor("timm:resnet18x")
+    with pytest.raises(ValueError, match="there are no weights at"):
+        open_extractor("timm:test_vit", tmp_path / "none.pth")
+    with pytest.raises(ValueError, match="--weights is for inception and timm:NAME"):
+        open_extractor(str(tmp_path), "x.pth")
+    with pytest.raises(ValueError, match="there are no Inception weights"):
+        open_extractor("inception", tmp_path / "none.pth")
+    with pytest.raises(ValueError, match="how its images are normalised"):
+        encoder_extractor(vit)
+    with pytest.raises(ValueError, match=r"small cannot extract features: ResNet has no ViT encoder"):
+        encoder_extractor(create_model("resnet18", num_classes=2), "small")
+
+    def offline(*_, **__) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    with pytest.raises(ValueError, match=r"timm:test_vit: its weights could not be had \(no route\); give a file"):
+        open_extractor("timm:test_vit")
