@@ -2,7 +2,7 @@
 
 svd = jacobian_svd(step.branch, step.input, k=30)     # top singular triplets, matrix-free
 laws = alignment(model, images, classes=10)           # RA1 to RA4
-laws.scalars(), laws.verdicts()
+laws.scalars(), laws.verdicts(), laws.table()
 """
 
 from .alignment import Alignment, Block, measure, straightness

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
-from .jacobian import JacobianSVD, Method, Products, jacobian_svd
+from .jacobian import JacobianSVD, Method, NotDifferentiable, Products, jacobian_svd
 
 Gauge = Literal["J", "J/alpha"]
 Map = Callable[[Tensor], Tensor]
@@ -65,8 +66,12 @@ class Alignment:
     """(B, L, L): `|U_j^T J_i V_j - S_i|_F / |S_i|_F`; 0 is perfect alignment."""
     overlap: Tensor
     """(B, L, L): `|V_i^T V_j|_F^2 / K`, of right singular subspaces; 1 is the same subspace."""
+    overlap_classes: Tensor | None
+    """(B, L, L): the same of the first C vectors, which RA3 says are all there is."""
     grid: Tensor
     """(L, L, K, K): `|U_j^T J_i V_j|`, mean over samples; the picture of RA2."""
+    swapped: Tensor
+    """(L, L, K, K): `|V_j^T J_i U_j|`, mean over samples; as `grid` where left and right vectors agree."""
     left_right: Tensor
     """(B, L): |<u, v>| of each block's leading pair."""
     beyond: Tensor | None
@@ -97,10 +102,10 @@ class Alignment:
             "RA4 slope": self.slope,
             "RA4 R^2": self.r2,
         }
-        if self.beyond is not None and self.ratio is not None:
+        if self.beyond is not None and self.ratio is not None and self.overlap_classes is not None:
             found |= {"RA3 energy beyond C": self.beyond.mean(1), "RA3 s_{C+1} / s_1": self.ratio.mean(1)}
-        spread = {name: float(v.std(correction=1)) if len(v) > 1 else 0.0 for name, v in found.items()}
-        return {name: (float(v.mean()), spread[name]) for name, v in sorted(found.items())}
+            found["RA2 overlap of first C"] = self.overlap_classes[:, others].mean(1)
+        return {name: (float(v.mean()), float(_spread(v))) for name, v in sorted(found.items())}
 
     def verdicts(self) -> dict[str, tuple[bool, str]]:
         """Law -> whether it holds here, and by which threshold on the mean over samples."""
@@ -114,6 +119,46 @@ class Alignment:
         if "RA3 energy beyond C" in mean:
             found["RA3"] = (mean["RA3 energy beyond C"] <= 0.05, "at most 5 % of the energy beyond C values")
         return dict(sorted(found.items()))
+
+    def table(self, title: str = "") -> Table:
+        """For the terminal: every number with its spread over samples, every law with its verdict."""
+        table = Table(title=title or f"{len(self.S)} samples, {len(self.names)} blocks", title_justify="left")
+        for heading, justify in (("", "left"), ("mean", "right"), ("spread", "right"), ("holds", "left")):
+            table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+        verdicts, told = self.verdicts(), set()
+        for name, (mean, spread) in self.scalars().items():
+            law = name[:3]
+            holds, threshold = verdicts.get(law, (False, ""))
+            verdict = "" if law in told or not threshold else f"{'yes' if holds else 'no'}: {threshold}"
+            told.add(law)
+            table.add_row(name, f"{mean:.3f}", f"± {spread:.3f}", verdict)
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: scalars and verdicts, and means and spreads over samples by block."""
+        inverse = 1 / self.S[..., 0].clamp_min(torch.finfo(self.S.dtype).tiny)
+        return {
+            "blocks": self.names,
+            "alphas": self.alphas,
+            "gauge": self.gauge,
+            "classes": self.classes,
+            "samples": len(self.S),
+            "k": self.S.shape[-1],
+            "converged": self.converged,
+            "scalars": {name: {"mean": mean, "spread": spread} for name, (mean, spread) in self.scalars().items()},
+            "verdicts": {law: {"holds": holds, "by": by} for law, (holds, by) in self.verdicts().items()},
+            "singular_values": self.S.mean(0).tolist(),
+            "inverse_s1": inverse.mean(0).tolist(),
+            "inverse_s1_spread": _spread(inverse).tolist(),
+            "left_right": self.left_right.mean(0).tolist(),
+            "coupling": self.coupling.mean(0).tolist(),
+            "diagonal": self.diagonal.mean(0).tolist(),
+        }
+
+
+def _spread(values: Tensor) -> Tensor:
+    """Standard deviation over samples, 0 for one."""
+    return values.std(0, correction=1) if len(values) > 1 else torch.zeros_like(values[0])
 
 
 def straightness(points: Tensor) -> Path:
@@ -147,25 +192,33 @@ def measure(
     scales = [1.0 / b.alpha if gauge == "J/alpha" and b.alpha else 1.0 for b in blocks]
     found: list[JacobianSVD] = []
     for i, block in enumerate(blocks):
-        found.append(jacobian_svd(block.branch, block.x, k, method=method, budget=budget, seed=seed))
+        try:
+            found.append(jacobian_svd(block.branch, block.x, k, method=method, budget=budget, seed=seed))
+        except NotDifferentiable as error:
+            raise NotDifferentiable(f"block {block.name}: {error}") from error
         if progress is not None:
             progress(i + 1, 2 * len(blocks))
     u, v = (torch.stack([getattr(f, name).flatten(2) for f in found], 1) for name in ("U", "V"))  # (B, L, K, n)
     s = torch.stack([f.S * scale for f, scale in zip(found, scales)], 1)
-    grids = []
+    grids: list[Tensor] = []
+    swapped: list[Tensor] = []
     for i, (block, scale) in enumerate(zip(blocks, scales)):
-        pushed = Products(block.branch, block.x, budget).push(v.flatten(1, 2)).unflatten(1, v.shape[1:3]) * scale
-        grids.append(torch.einsum("bjkn,bjln->bjkl", u, pushed))  # (B, L, K, K): U_j^T J_i V_j
+        products = Products(block.branch, block.x, budget)
+        for left, right, into in ((u, v, grids), (v, u, swapped)):
+            pushed = products.push(right.flatten(1, 2)).unflatten(1, right.shape[1:3]) * scale
+            into.append(torch.einsum("bjkn,bjln->bjkl", left, pushed))  # (B, L, K, K): U_j^T J_i V_j, then V and U
+        swapped[-1] = swapped[-1].abs().mean(0)
         if progress is not None:
             progress(len(blocks) + i + 1, 2 * len(blocks))
     grid = torch.stack(grids, 1)  # (B, i, j, K, K)
-    return _summary(blocks, end, grid, u, v, s, found, classes, gauge)
+    return _summary(blocks, end, grid, torch.stack(swapped), u, v, s, found, classes, gauge)
 
 
 def _summary(
     blocks: Sequence[Block],
     end: Tensor,
     grid: Tensor,
+    swapped: Tensor,
     u: Tensor,
     v: Tensor,
     s: Tensor,
@@ -177,24 +230,27 @@ def _summary(
     on_diagonal = energy.diagonal(dim1=-2, dim2=-1).sum(-1)
     target = torch.diag_embed(s)[:, :, None]  # S_i against every j
     difference = (grid - target).flatten(-2).norm(dim=-1)
-    k = s.shape[-1]
-    slope, r2 = _line(1 / s[..., 0].clamp_min(torch.finfo(s.dtype).tiny))
-    beyond = ratio = None
-    if classes is not None and classes < k:
-        beyond = s[..., classes:].square().sum(-1) / s.square().sum(-1)
-        ratio = s[..., classes] / s[..., 0]
-    p = s.square() / s.square().sum(-1, keepdim=True)
+    tiny = torch.finfo(s.dtype).tiny
+    slope, r2 = _line(1 / s[..., 0].clamp_min(tiny), s[..., 0] > 0)
+    p = s.square() / s.square().sum(-1, keepdim=True).clamp_min(tiny)  # a dead block has no energy anywhere
+    beyond = ratio = overlap_classes = None
+    if classes is not None and classes < s.shape[-1]:
+        beyond = p[..., classes:].sum(-1)
+        ratio = s[..., classes] / s[..., 0].clamp_min(tiny)
+        overlap_classes = _overlap(v[:, :, :classes])
     return Alignment(
         names=[block.name for block in blocks],
         alphas=[block.alpha for block in blocks],
         gauge=gauge,
         classes=classes,
-        path=straightness(_points(blocks, end, gauge)),
+        path=straightness(stream_points(blocks, end, gauge)),
         S=s,
-        diagonal=on_diagonal / energy.sum((-2, -1)).clamp_min(torch.finfo(s.dtype).tiny),
-        coupling=difference / s.norm(dim=-1)[:, :, None],
-        overlap=torch.einsum("bikn,bjln->bijkl", v, v).square().sum((-2, -1)) / k,
+        diagonal=on_diagonal / energy.sum((-2, -1)).clamp_min(tiny),
+        coupling=difference / s.norm(dim=-1)[:, :, None].clamp_min(tiny),
+        overlap=_overlap(v),
+        overlap_classes=overlap_classes,
         grid=grid.abs().mean(0),
+        swapped=swapped,
         left_right=(u[:, :, 0] * v[:, :, 0]).sum(-1).abs(),
         beyond=beyond,
         ratio=ratio,
@@ -205,7 +261,7 @@ def _summary(
     )
 
 
-def _points(blocks: Sequence[Block], end: Tensor, gauge: Gauge) -> Tensor:
+def stream_points(blocks: Sequence[Block], end: Tensor, gauge: Gauge) -> Tensor:
     """(L + 1, B, ...) streams, in the gauge: divided by the product of alphas so far."""
     points = [*(block.x for block in blocks), end]
     if gauge == "J/alpha":
@@ -218,14 +274,25 @@ def _points(blocks: Sequence[Block], end: Tensor, gauge: Gauge) -> Tensor:
     return torch.stack(points)
 
 
-def _line(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Slope and R^2 of the line through (i, values (B, L)), for every row."""
-    i = torch.arange(values.shape[1], dtype=values.dtype, device=values.device)
-    i, y = i - i.mean(), values - values.mean(1, keepdim=True)
-    slope = (y @ i) / (i @ i)
+def _overlap(v: Tensor) -> Tensor:
+    """(B, L, L) `|V_i^T V_j|_F^2 / K` of (B, L, K, n) orthonormal rows."""
+    flat = v.flatten(1, 2)
+    products = (flat @ flat.mT).square()  # (B, L * K, L * K)
+    blocks, k = v.shape[1:3]
+    return products.view(len(v), blocks, k, blocks, k).sum((2, 4)) / k
+
+
+def _line(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and R^2 of the line through (i, values (B, L)), for every row, over the blocks that are counted (B, L)."""
+    i = torch.arange(values.shape[1], dtype=values.dtype, device=values.device).expand_as(values)
+    tiny, weight = torch.finfo(values.dtype).tiny, counted.to(values.dtype)
+    share = weight / weight.sum(1, keepdim=True).clamp_min(1)
+    values = torch.where(counted, values, 0.0)
+    i, y = (weight * (z - (share * z).sum(1, keepdim=True)) for z in (i, values))
+    slope = (y * i).sum(1) / i.square().sum(1).clamp_min(tiny)
     rest = (y - slope[:, None] * i).square().sum(1)
     total = y.square().sum(1)
-    return slope, torch.where(total > 0, 1 - rest / total.clamp_min(torch.finfo(y.dtype).tiny), 1.0)
+    return slope, torch.where(total > 0, 1 - rest / total.clamp_min(tiny), 1.0)
 
 
 def ujm_blocks(model: Any) -> tuple[list[Block], Tensor]:

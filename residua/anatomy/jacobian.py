@@ -7,20 +7,23 @@ applies all of them to one vector each, one reverse-mode product all transposes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Map = Callable[[Tensor], Tensor]
-Method = Literal["auto", "dense", "lanczos"]
+Method = Literal["auto", "dense", "formed", "lanczos"]
 
 DENSE_ENTRIES = 2**23  # of one sample's Jacobian; 2,048 x 2,048 is half of it
+DENSE_SIDE = 400  # below, a full decomposition is quicker than finding some of it
 _WORKING_COPIES = 16  # of a probe and its image, that a chunk of products may take on the way
+
+_PATIENCE = 40  # rounds of Lanczos on a formed matrix before it is decomposed instead
 
 
 class NotDifferentiable(ValueError):
@@ -43,7 +46,7 @@ class JacobianSVD:
     """(B, k): whether the residual is within `tol` of the largest singular value."""
     method: str
     rounds: int
-    """Of products with J and J^T; 0 for the dense method."""
+    """Of products with J and J^T; 0 for a full decomposition."""
 
 
 def jacobian_svd(
@@ -61,11 +64,13 @@ def jacobian_svd(
 
     `f` maps a batch (B, ...) to a batch (B, ...) sample by sample: evaluation mode, no batch statistics; a residual
     step's branch will do. Shapes of input and output may differ. Precision is that of `x`: use float64 where a rank
-    is claimed. `method="dense"` forms the Jacobian, which is faster up to about 2,000 dimensions and chosen there by
-    itself; "lanczos" is a block Lanczos method with full re-orthogonalisation that grows its subspace by the residuals
-    `J^T u - s v` until all are within `tol` of the largest singular value (default 1e-9 in float64, 1e-5 in float32),
-    or `rounds` products were made. Judge by `converged`, not by the count: where s_k is close to s_{k+1} the last
-    vectors are nearly undefined. `budget` in GiB bounds the memory of one chunk of products.
+    is claimed. "lanczos" is a block Lanczos method with full re-orthogonalisation that grows its subspace by the
+    residuals `J^T u - s v` until all are within `tol` of the largest singular value (default 1e-9 in float64, 1e-5 in
+    float32), or `rounds` products were made. "dense" forms the Jacobian and decomposes it; "formed" forms it and uses
+    Lanczos on the matrix, and decomposes it where that does not converge. By itself it takes "dense" for a few hundred
+    dimensions, "formed" up to about 2,000, and "lanczos", which needs no matrix, beyond. Judge by `converged`, not by
+    the count: where s_k is close to s_{k+1} the last vectors are nearly undefined. `budget` in GiB bounds the memory of
+    one chunk of products.
 
     >>> svd = jacobian_svd(step.branch, step.input.double(), k=30)
     >>> svd.S[0], svd.residual.max()
@@ -78,28 +83,74 @@ def jacobian_svd(
     m, n = products.out_size, products.in_size
     if not 1 <= k <= min(m, n):
         raise ValueError(f"k = {k} triplets of a {m} x {n} Jacobian were asked for; choose 1 to {min(m, n)}")
-    if method not in ("auto", "dense", "lanczos"):
-        raise ValueError(f"method is {method!r}; choose 'auto', 'dense' or 'lanczos'")
+    if method not in get_args(Method):
+        raise ValueError(f"method is {method!r}; choose one of {', '.join(get_args(Method))}")
+    if method == "auto":
+        method = _choose(m, n, k)
     tol = tol if tol is not None else (1e-9 if x.dtype == torch.float64 else 1e-5)
-    if method == "dense" or (method == "auto" and (m * n <= DENSE_ENTRIES or 4 * k >= min(m, n))):
-        (u, s, v), used, name = _dense(products, k), 0, "dense"
-    else:
-        u, s, v, used = _lanczos(products, k, tol, rounds, seed)
-        name = "lanczos"
-    residual = products.residual(u, s, v)
+    with says_what_to_do(budget, len(x)):
+        operator = products if method == "lanczos" else Matrices(_full(products))
+        if method == "dense":
+            (u, s, v), used = operator.decompose(k), 0  # type: ignore[union-attr]
+        else:
+            u, s, v, used = _lanczos(operator, k, tol, rounds if method == "lanczos" else _PATIENCE, seed)
+        residual = _residual(operator, u, s, v)
+        if method == "formed" and bool((residual > 10 * tol * s[:, :1]).any()):
+            (u, s, v), used = operator.decompose(k), 0  # type: ignore[union-attr]
+            residual = _residual(operator, u, s, v)
     converged = residual <= 10 * tol * s[:, :1]
-    return JacobianSVD(products.outputs(u), s, products.inputs(v), residual, converged, name, used)
+    return JacobianSVD(products.outputs(u), s, products.inputs(v), residual, converged, method, used)
+
+
+def _choose(m: int, n: int, k: int) -> Method:
+    if 4 * k >= min(m, n) or (min(m, n) < DENSE_SIDE and m * n <= DENSE_ENTRIES):
+        return "dense"
+    return "formed" if m * n <= DENSE_ENTRIES else "lanczos"
+
+
+class Operator(Protocol):
+    """J and J^T of every sample, applied to (B, p, size) vectors."""
+
+    x: Tensor
+    in_size: int
+    out_size: int
+
+    def push(self, v: Tensor) -> Tensor: ...
+
+    def pull(self, u: Tensor) -> Tensor: ...
+
+
+class Matrices:
+    """Jacobians (B, out, in) that were formed."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.out_size, self.in_size = x.shape[1:]
+
+    def push(self, v: Tensor) -> Tensor:
+        return v @ self.x.mT
+
+    def pull(self, u: Tensor) -> Tensor:
+        return u @ self.x
+
+    def decompose(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        u, s, vh = torch.linalg.svd(self.x, full_matrices=False)
+        return u.mT[:, :k].contiguous(), s[:, :k].contiguous(), vh[:, :k].contiguous()
 
 
 class Products:
-    """J and J^T of a map at a batch, applied to (B, p, size) vectors, in chunks that fit a budget."""
+    """J and J^T of a map at a batch, in chunks of vectors that fit a budget."""
 
     def __init__(self, f: Map, x: Tensor, budget: float = 2.0) -> None:
         self.x = x.detach()
+        self.budget = budget
         with exact_attention(), torch.no_grad():  # nothing is kept for the weights
             try:
-                out, pull = torch.func.vjp(f, self.x)[:2]
-            except RuntimeError as error:
+                with says_what_to_do(budget, len(x)):
+                    out, pull = torch.func.vjp(f, self.x)[:2]
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, NotImplementedError) as error:
                 raise NotDifferentiable(f"the map cannot be differentiated: {error}") from error
         self._pull = pull
         if out.shape[0] != len(x):
@@ -142,20 +193,32 @@ class Products:
         return torch.func.vjp(lambda u: self._pull(u)[0], zero)[1](v)[0]
 
     def _chunked(self, product: Map, vectors: Tensor) -> Tensor:
-        with exact_attention(), torch.no_grad(), torch.autocast(vectors.device.type, enabled=False):
-            try:
-                return torch.vmap(product, in_dims=1, out_dims=1, chunk_size=self.chunk)(vectors)
-            except torch.OutOfMemoryError as error:
-                raise torch.OutOfMemoryError(
-                    f"{self.chunk} products at once do not fit into memory: lower the budget, or give fewer samples"
-                ) from error
+        plain = torch.autocast(vectors.device.type, enabled=False)
+        with exact_attention(), torch.no_grad(), plain, says_what_to_do(self.budget, len(self.x)):
+            return torch.vmap(product, in_dims=1, out_dims=1, chunk_size=self.chunk)(vectors)
 
-    def residual(self, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
-        """(B, k) larger of |J v - s u| and |J^T u - s v|; only the first where s is zero to rounding."""
-        right = (self.push(v) - s[..., None] * u).norm(dim=-1)
-        left = (self.pull(u) - s[..., None] * v).norm(dim=-1)
-        zero = s <= 10 * max(self.in_size, self.out_size) * torch.finfo(s.dtype).eps * s[:, :1]
-        return torch.maximum(right, torch.where(zero, right, left))
+
+def _residual(operator: Operator, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
+    """(B, k) larger of |J v - s u| and |J^T u - s v|; only the first where s is zero to rounding."""
+    right = (operator.push(v) - s[..., None] * u).norm(dim=-1)
+    left = (operator.pull(u) - s[..., None] * v).norm(dim=-1)
+    zero = s <= 10 * max(operator.in_size, operator.out_size) * torch.finfo(s.dtype).eps * s[:, :1]
+    return torch.maximum(right, torch.where(zero, right, left))
+
+
+@contextmanager
+def says_what_to_do(budget: float, samples: int) -> Iterator[None]:
+    """Turns running out of memory, on any device, into a sentence that names the budget."""
+    try:
+        yield
+    except RuntimeError as error:
+        known = "GiB for products" in str(error)
+        if known or not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+            raise
+        raise torch.OutOfMemoryError(
+            f"out of memory with {samples} samples and a budget of {budget:g} GiB for products: lower the budget, or "
+            "give fewer samples or triplets"
+        ) from error
 
 
 def exact_attention() -> AbstractContextManager[Any]:
@@ -177,12 +240,7 @@ def _full(products: Products) -> Tensor:
     return products.pull(eye)
 
 
-def _dense(products: Products, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    u, s, vh = torch.linalg.svd(_full(products), full_matrices=False)
-    return u.mT[:, :k].contiguous(), s[:, :k].contiguous(), vh[:, :k].contiguous()
-
-
-def _lanczos(products: Products, k: int, tol: float, rounds: int, seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
+def _lanczos(products: Operator, k: int, tol: float, rounds: int, seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
     """Rayleigh-Ritz on a growing subspace of inputs: Q (B, q, in) orthonormal rows, P = J Q.
 
     The triplets of P's small factor are those of J restricted to the subspace: `J v = s u` holds exactly, and

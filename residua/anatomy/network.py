@@ -71,31 +71,35 @@ def bind(model: nn.Module, images: Tensor, *context: Any, token: int | None = No
         raise ValueError("every residual step changes the shape of the stream: there is nothing to align")
     common = same.most_common(1)[0][0]
     chosen = [i for i, pair in enumerate(shapes) if pair == (common, common)]
-    blocks = [_block(steps[i], token) for i in chosen]
+    blocks = [block_of(steps[i], token) for i in chosen]
     end = ends[chosen[-1]]
     left = [step.name for i, step in enumerate(steps) if i not in chosen]
     return Bound(blocks, end if token is None else end[:, token], left)
 
 
-def _block(step: Step, token: int | None) -> Block:
+def block_of(step: Step, token: int | None = None) -> Block:
+    """A step that knows its input, as a block; of one token alone where that is asked for."""
     x, branch = _input(step), step.branch
     if step.after is not None:
         branch = _masked(step)
     if token is not None:
         if x.ndim != 3:
             raise ValueError(f"token {token} was asked for, but {step.name} has a stream of shape {tuple(x.shape[1:])}")
+        if not 0 <= token < x.shape[1]:
+            raise ValueError(f"token {token} was asked for; there are {x.shape[1]}, 0 to {x.shape[1] - 1}")
         return Block(step.name, _one_token(branch, x, token), x[:, token], float(step.alpha))
     return Block(step.name, branch, x, float(step.alpha))
 
 
 def _masked(step: Step) -> Callable[[Tensor], Tensor]:
-    """The branch of `relu(alpha x + F(x))`, where the sum is positive; elsewhere nothing of it passes."""
+    """The branch of `relu(alpha shortcut(x) + F(x))`, where the sum is positive; elsewhere nothing of it passes."""
     if step.after is not F.relu and not isinstance(step.after, nn.ReLU):
         raise ValueError(f"{step.name}: what follows its addition is no ReLU; its branch has no mask")
 
     def branch(x: Tensor) -> Tensor:
         f = step.branch(x)
-        return f * (step.alpha * x + f > 0)
+        kept = x if step.shortcut is None else step.shortcut(x)
+        return f * (step.alpha * kept + f > 0)
 
     return branch
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import parse_qsl
 
+import numpy as np
+
 from residua.data import arrays, folder, parquet, shapes
 from residua.data.errors import DataError, did_you_mean
-from residua.data.source import Splits
+from residua.data.source import Source, Splits
 
 _WITH_PATH = {"folder": "PATH", "parquet": "PATH", "hf": "NAME", "imagenet": "PATH"}
 _OPTIONS = {
@@ -31,9 +33,17 @@ def load(spec: str, *, seed: int = 0, img_size: int | None = None) -> Splits:
     | `hf:NAME` | the Hugging Face Hub; `?config=`, `?revision=`, `?label=`, `?image=` |
     | `cifar10 cifar100 stl10 fashion-mnist imagenet:PATH` | torchvision's |
 
-    `img_size` is the size `shapes` is drawn at unless the spec says; stored images keep theirs.
+    Of any labelled set `?classes=3` keeps the images of the first three classes. `img_size` is the size `shapes` is
+    drawn at unless the spec says; stored images keep theirs.
     """
     name, argument, options = _parse(spec)
+    if name == "shapes" or "classes" not in options:
+        return _load(spec, name, argument, options, seed, img_size)
+    count = _integer(spec, "classes", options.pop("classes"))
+    return _first_classes(spec, _load(spec, name, argument, options, seed, img_size), count)
+
+
+def _load(spec: str, name: str, argument: str, options: dict[str, str], seed: int, img_size: int | None) -> Splits:
     match name:
         case "shapes":
             numbers = {key: _integer(spec, key, value) for key, value in options.items()}
@@ -70,11 +80,29 @@ def _parse(spec: str) -> tuple[str, str, dict[str, str]]:
         raise DataError(f"data {spec!r}: {name} takes no path; options follow a question mark ({name}?key=value)")
     options = dict(parse_qsl(query, keep_blank_values=True))
     for key in options:
-        if key not in _OPTIONS.get(name, ()):
-            allowed = _OPTIONS.get(name)
-            advice = did_you_mean(key, allowed) if allowed else f"{name} has none"
-            raise DataError(f"data {spec!r}: unknown option {key!r}; {advice}")
+        allowed = (*_OPTIONS.get(name, ()), "classes")
+        if key not in allowed:
+            raise DataError(f"data {spec!r}: unknown option {key!r}; {did_you_mean(key, allowed)}")
     return name, argument, options
+
+
+def _first_classes(spec: str, splits: Splits, count: int) -> Splits:
+    """The images of classes 0 to count - 1."""
+    train, test = splits.train, splits.test
+    if train.labels is None:
+        raise DataError(f"data {spec!r}: there are no labels, so there are no classes to choose from")
+    most = len(train.classes) if train.classes else int(train.labels.max()) + 1
+    if not 1 <= count <= most:
+        raise DataError(f"data {spec!r}: classes={count}, expected 1 to {most}")
+
+    def part(source: Source) -> Source:
+        if source.labels is None:
+            return source
+        kept = source.subset(np.flatnonzero(source.labels < count))
+        kept.classes = source.classes and source.classes[:count]
+        return kept
+
+    return Splits(splits.name, part(train), None if test is None else part(test))
 
 
 def _integer(spec: str, key: str, value: str) -> int:

@@ -8,6 +8,7 @@ from torch import nn
 
 from residua.nn.classifier import Classifier
 from residua.nn.mae import DECODERS, MAE, Encoded
+from residua.nn.resmlp import KINDS, UniformNet
 from residua.nn.resnet import RESNETS, ResNet
 from residua.nn.shortcut import Decay, Shortcuts, alphas
 from residua.nn.sit import SITS, SiT
@@ -17,15 +18,16 @@ from residua.nn.vit import SIZES, ViT
 
 __all__ = [
     "MAE", "Classifier", "Decay", "Encoded", "Network", "ResNet", "Shortcuts", "SiT", "Skip", "Step", "Stream", "UViT",
-    "ViT", "alphas", "create_model", "encoder_of", "fade", "model_names", "stream", "unfade",
+    "UniformNet", "ViT", "alphas", "create_model", "encoder_of", "fade", "model_names", "stream", "unfade",
 ]  # fmt: skip
 
-Network: TypeAlias = MAE | ViT | Classifier | ResNet | UViT | SiT
+Network: TypeAlias = MAE | ViT | Classifier | ResNet | UniformNet | UViT | SiT
 
 _NAMED: dict[str, dict[str, Any]] = {
     **{f"mae_vit_{size}": SIZES[size] | DECODERS[size] for size in SIZES},
     **{f"vit_{size}": options for size, options in SIZES.items()},
     **RESNETS,
+    **{kind: {"kind": kind} for kind in KINDS},
     **{f"uvit_{size}": options for size, options in UVITS.items()},
     **{f"sit_{size}": options for size, options in SITS.items()},
 }
@@ -36,7 +38,7 @@ def model_names() -> list[str]:
 
 
 def create_model(name: str, **kwargs: Any) -> Network:
-    """A network by name: `mae_vit_small`, `vit_base`, `resnet18`, `uvit_mid`, ... Keywords override what it implies.
+    """A network by name: `mae_vit_small`, `vit_base`, `resmlp`, `uvit_mid`, ... Keywords override what it implies.
 
     `mae_vit`, `vit`, `resnet`, `uvit` and `sit` alone take every size from keywords. Keywords of the shortcuts
     (`alpha_min`, `alpha_eff`, `schedule`, `per`, `branches`, `until`, `control`) are those of `residua.nn.Decay`. A
@@ -60,6 +62,8 @@ def create_model(name: str, **kwargs: Any) -> Network:
 
 
 def _build(name: str, options: dict[str, Any], decay: Decay) -> Network:
+    if name in KINDS:
+        return UniformNet(**options, decay=decay)
     if name.startswith("resnet"):
         return ResNet(**options, decay=decay)
     if name.startswith("uvit"):

@@ -19,8 +19,8 @@ from t = 1 to 0 give samples of the data; the second is deterministic.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -114,6 +114,19 @@ class Flow:
 PROCESSES: dict[str, type[VP] | type[Flow]] = {"vp": VP, "flow": Flow}
 
 
+def process_config(process: VP | Flow) -> dict[str, Any]:
+    """A process as plain values; `make_process(**config)` is the way back."""
+    name = next(name for name, kind in PROCESSES.items() if isinstance(process, kind))
+    return {"name": name, **asdict(process)}
+
+
+def make_process(name: str, **values: Any) -> VP | Flow:
+    """A process by name: "vp" or "flow"."""
+    if name not in PROCESSES:
+        raise ValueError(f"no diffusion process named {name!r}; there are {', '.join(PROCESSES)}")
+    return PROCESSES[name](**values)
+
+
 def _like(t: Tensor, x: Tensor) -> Tensor:
     """(B,) or () beside (B, ...)."""
     return t.reshape(-1, *[1] * (x.ndim - 1)) if t.ndim else t
@@ -152,6 +165,21 @@ def guided(conditional: Denoiser, unconditional: Denoiser, scale: float) -> Deno
         return free + scale * (conditional(x, t) - free)
 
     return conditional if scale == 1.0 else denoise
+
+
+def clipped(denoise: Denoiser, process: Process, low: float = -1.0, high: float = 1.0) -> Denoiser:
+    """The same denoiser, its x_0 kept in the range of the data (Ho et al. 2020); t > 0.
+
+    At high noise a small error of the prediction is a large one of x_0, and would carry x away for good.
+    """
+
+    def kept(x: Tensor, t: Tensor) -> Tensor:
+        x_0 = split(process, denoise(x, t), x, t)[0].clamp(low, high)
+        u = _like(t, x)
+        eps = (x - process.a(u) * x_0) / process.s(u)
+        return target(process, x_0, eps, t)
+
+    return kept
 
 
 def times(process: Process, steps: int, spacing: Steps = "uniform") -> Tensor:

@@ -85,3 +85,26 @@ def norm_curves(runs: Mapping[str, Mapping[int, Curve]]) -> Figure:
     bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     bar.outline.set_visible(False)  # type: ignore[operator]
     return figure
+
+
+@styled
+def noise_heatmap(values: Mapping[int, Mapping[str, float]], best: tuple[int, str], what: str) -> Figure:
+    """A score of a diffusion model's features, layer -> noise level -> value; the one to quote in a frame."""
+    levels = list(dict.fromkeys(name for row in values.values() for name in row))
+    table = np.array([[row.get(name, np.nan) for name in levels] for row in values.values()])
+    figure = Figure((1.9 + 0.75 * len(levels), 1.4 + 0.3 * len(values)), layout="constrained")
+    axes = figure.subplots()
+    picture = axes.imshow(table, cmap="viridis", aspect="auto")
+    low, high = np.nanmin(table), np.nanmax(table)
+    for (row, column), value in np.ndenumerate(table):
+        dark = value < (low + high) / 2
+        axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    place = (levels.index(best[1]) - 0.5, list(values).index(best[0]) - 0.5)
+    axes.add_patch(mpl.patches.Rectangle(place, 1, 1, fill=False, edgecolor="#d55e00", linewidth=2))
+    axes.set_xticks(range(len(levels)), [name.removeprefix("t=") for name in levels])
+    axes.set_yticks(range(len(values)), [str(layer) for layer in values])
+    axes.set_xlabel("noise level t")
+    axes.set_ylabel("layer")
+    axes.grid(False)
+    figure.colorbar(picture, label=what).outline.set_visible(False)  # type: ignore[operator]
+    return figure

@@ -15,9 +15,18 @@ from torch import Tensor, nn
 
 from residua import data
 from residua.data import Batch, DataError, Preprocessing, Source, Splits, mixing
-from residua.nn import Classifier, Decay, ResNet, Shortcuts, create_model
+from residua.nn import Classifier, Decay, ResNet, Shortcuts, UniformNet, create_model
 from residua.train import checkpoint as ckpt
-from residua.train.finetune_config import Finetune, RegularConfig, Start, body_of, open_start, resolve
+from residua.train.finetune_config import (
+    Finetune,
+    RegularConfig,
+    Start,
+    body_of,
+    is_resnet,
+    open_start,
+    own_shape,
+    resolve,
+)
 from residua.train.loop import Objective
 from residua.train.machine import count_parameters, training_flops
 from residua.train.optim import Groups
@@ -106,7 +115,7 @@ class Labelling:
 
 
 class Classification(Session[Finetune, Any]):
-    """A classifier about to be trained; its model is a `Classifier` or a `ResNet`."""
+    """A classifier about to be trained; its model is a `Classifier`, a `ResNet` or a `UniformNet`."""
 
     def objective(self) -> Objective:
         labels = torch.from_numpy(self.feed.source.labels).to(self.accelerator.device)  # without unreadable images
@@ -146,11 +155,11 @@ class Classification(Session[Finetune, Any]):
         model, name = self.model, self.config.network.model
         shortcut = shortcut_of(model)
         alpha = shortcut.alpha.detach().double()
-        kind = "ResNet" if isinstance(model, ResNet) else "ViT"
+        kind = "ViT" if isinstance(model, Classifier) else type(model).__name__
         origin = ""
         if name is not None:
             origin = f" from {name}" if Path(name).expanduser().exists() else f", {name} from scratch"
-        head = "" if isinstance(model, ResNet) else f", read-out: {READOUTS[model.readout]}"
+        head = f", read-out: {READOUTS[model.readout]}" if isinstance(model, Classifier) else ""
         return (
             f"{kind} ({count_parameters(model) / 1e6:.1f} M, {shortcut.depth} blocks){origin}, "
             f"alpha_min {float(alpha.min().float()):.3g} (alpha_eff {float(alpha.prod()):.2g}){head}"
@@ -221,17 +230,16 @@ def build_model(config: Finetune, start: Start, source: Source) -> Any:
     network, given = config.network, {"img_size": config.data.img_size, "num_classes": len(classes)}
     if isinstance(start, str):
         decay = {name: value for name, value in asdict(config.shortcut).items() if name in asdict(Decay())}
-        if start.startswith("resnet"):
-            own = {"stages": network.stages, "width": network.width}
-            shape: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
-        else:
-            shape = {"patch_size": network.patch_size, "readout": network.readout}
+        own = {name: getattr(network, name) for name in own_shape(start)}
+        shape: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+        if not is_resnet(start):
+            shape["readout"] = network.readout
         model: Any = create_model(start, in_chans=source.channels, **given, **shape, **decay)
     else:
         body = body_of(start)
         if body.in_chans != source.channels:
             raise DataError(f"{source.name} has {source.channels} channels, the network takes {body.in_chans}")
-        model = _on_resnet(body, given) if isinstance(body, ResNet) else _on_encoder(body, given, network.readout)
+        model = _on_resnet(body, given) if is_resnet(body) else _on_encoder(body, given, network.readout)
     model.classes = list(classes)
     return model
 
@@ -247,9 +255,9 @@ def _on_encoder(encoder: Any, given: dict[str, Any], readout: str) -> Classifier
     return model
 
 
-def _on_resnet(body: ResNet, given: dict[str, Any]) -> ResNet:
+def _on_resnet(body: ResNet | UniformNet, given: dict[str, Any]) -> Any:
     model: Any = create_model(**body.config | given)
-    own = {name: value for name, value in body.state_dict().items() if not name.startswith("fc.")}
+    own = {name: value for name, value in body.state_dict().items() if not name.startswith(("fc.", "head."))}
     model.load_state_dict(own, strict=False)
     return model
 

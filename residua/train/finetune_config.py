@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from residua.data import Source
-from residua.nn import ResNet, ViT, model_names
+from residua.nn import ResNet, UniformNet, ViT, model_names
 from residua.nn.classifier import Readout
 from residua.nn.vit import SIZES
 from residua.train import checkpoint as ckpt
@@ -39,15 +39,20 @@ class NetworkConfig:
     """Network: a pretrained encoder with a new head, or one trained from scratch."""
 
     model: str | None = None
-    """A run, a checkpoint, published MAE weights; or a name such as vit_small or resnet18, to train from scratch."""
+    """A run, a checkpoint, published MAE weights; or a name such as vit_small, resnet18 or resmlp, to train from
+    scratch."""
     readout: Readout = "patches"
     """What a ViT's head sees. patches: mean of patches, as in MAE; tokens: mean of all tokens; cls: the class token."""
     patch_size: int | Auto = "auto"
     """Side of a patch of a ViT from scratch; auto: the largest of 2, 4, 8, 16 that leaves 7 x 7 patches or more."""
     stages: tuple[int, int, int, int] | None = None
     """Blocks in the four stages of a ResNet from scratch, such as 2 2 6 2."""
+    depth: int | None = None
+    """Blocks of a resmlp, resconv or resconv_down, instead of 16."""
     width: int | None = None
-    """Channels of the first stage of a ResNet from scratch, instead of 64."""
+    """Channels of the first stage of a ResNet from scratch, instead of 64; of a resmlp or resconv, instead of 128."""
+    norm: bool = False
+    """Batch norm in a resmlp or resconv."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,10 @@ class Finetune(Config):
     machine: MachineConfig = field(default_factory=MachineConfig)
 
 
+RESIDUAL = ("resnet", "resmlp", "resconv")
+"""How the names of networks begin that bring their own head; the others are ViTs."""
 MAE_RECIPE = {"mixup": 0.8, "cutmix": 1.0, "erasing": 0.25, "drop_path": 0.1, "smoothing": 0.1}
+SHAPE: dict[str, Any] = {"patch_size": "auto", "stages": None, "depth": None, "width": None, "norm": False}
 SHORT_RUN = {"mixup": 0.0, "cutmix": 0.0, "erasing": 0.0}
 
 
@@ -106,7 +114,7 @@ def open_start(model: str | None) -> Start:
     if model is None:
         raise ValueError("say what to train: a run, a checkpoint, or the name of a network such as resnet18")
     path = Path(model).expanduser()
-    names = [name for name in model_names() if name.startswith(("vit_", "resnet"))]
+    names = [name for name in model_names() if name.startswith(("vit_", *RESIDUAL))]
     if path.exists():
         return ckpt.load(path)
     if model in names:
@@ -158,8 +166,8 @@ def _rate(config: Finetune, start: Start, batch: int) -> float:
 
 
 def body_of(start: Start) -> Any:
-    """What is taken over from a trained network: a ViT encoder, or a ResNet."""
-    if isinstance(start, ResNet):
+    """What is taken over from a trained network: a ViT encoder, or a residual network as a whole."""
+    if isinstance(start, ResNet | UniformNet):
         return start
     encoder = getattr(start, "encoder", start)
     if not isinstance(encoder, ViT):
@@ -168,14 +176,23 @@ def body_of(start: Start) -> Any:
 
 
 def is_resnet(start: Start) -> bool:
-    return start.startswith("resnet") if isinstance(start, str) else isinstance(start, ResNet)
+    return start.startswith(RESIDUAL) if isinstance(start, str) else isinstance(start, ResNet | UniformNet)
+
+
+def own_shape(start: Start) -> tuple[str, ...]:
+    """The settings of `NetworkConfig` that say how large such a network is."""
+    if not is_resnet(start):
+        return ("patch_size",)
+    staged = start.startswith("resnet") if isinstance(start, str) else isinstance(start, ResNet)
+    return ("stages", "width") if staged else ("depth", "width", "norm")
 
 
 def _sizes_from_scratch(config: Finetune, resnet: bool, source: Source) -> dict[str, Any]:
     network, side = config.network, config.data.img_size
-    foreign = {"stages": network.stages, "width": network.width} if not resnet else {"patch_size": network.patch_size}
-    for name, value in foreign.items():
-        if value not in (None, "auto"):
+    assert network.model is not None
+    for name in SHAPE:
+        value = getattr(network, name)
+        if name not in own_shape(network.model) and value != SHAPE[name]:
             raise ValueError(f"{name} is {value}, but {network.model} has none: leave it out")
     alpha = 1.0 if config.shortcut.alpha_min == "auto" else config.shortcut.alpha_min
     if side == "auto":
@@ -195,13 +212,12 @@ def _sizes_as_trained(config: Finetune, start: Start) -> dict[str, Any]:
     for name in [*own, "anneal"]:
         if asked[name] not in (fresh[name], own.get(name, fresh[name])):
             raise ValueError(f"{name} is {asked[name]}, but a trained network keeps its shortcuts: leave it out")
-    if isinstance(body, ResNet):
-        shape: dict[str, Any] = {"stages": body.stages, "width": body.width, "patch_size": "auto"}
-    else:
-        shape = {"patch_size": body.patch_size[0], "stages": None, "width": None}
+    shape: dict[str, Any] = SHAPE | {name: getattr(body, name) for name in own_shape(body)}
+    if not is_resnet(body):
+        shape["patch_size"] = body.patch_size[0]
     for name, value in shape.items():
         given = getattr(config.network, name)
-        if given not in (None, "auto", value):
+        if given not in (SHAPE[name], value):
             raise ValueError(f"{name} is {given}, but the trained network has {value}: leave it out")
     side = config.data.img_size
     if side == "auto":

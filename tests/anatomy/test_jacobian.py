@@ -7,7 +7,7 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor, nn
 
 import residua
-from residua.anatomy import dense_jacobian, jacobian_svd
+from residua.anatomy import NotDifferentiable, dense_jacobian, jacobian_svd
 from residua.anatomy.jacobian import Products
 
 B = 3
@@ -31,7 +31,7 @@ def spectra() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("method", ["dense", "lanczos"])
+@pytest.mark.parametrize("method", ["dense", "formed", "lanczos"])
 @pytest.mark.parametrize("name", list(spectra()))
 @pytest.mark.parametrize("shape", [(120, 120), (150, 130)])
 def test_the_jacobian_of_a_linear_map_is_its_matrix(name: str, method: str, shape: tuple[int, int]) -> None:
@@ -170,5 +170,59 @@ def test_wrong_inputs() -> None:
         jacobian_svd(f, torch.randn(2, 4), 5)
     with pytest.raises(ValueError, match="keep the batch"):
         jacobian_svd(lambda x: x.sum(0, keepdim=True), torch.randn(2, 4), 1)
-    with pytest.raises(ValueError, match="'auto', 'dense' or 'lanczos'"):
+    with pytest.raises(ValueError, match="choose one of auto, dense, formed, lanczos"):
         jacobian_svd(f, torch.randn(2, 4), 1, method="qr")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_hard_spectra_converge_in_either_precision(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    gaussian = torch.randn(300, 300, generator=g, dtype=torch.float64)
+    slow = matrix_with(torch.arange(1, 601) ** -0.5, 600, 600)
+    for a in (gaussian, slow, gaussian[:80], gaussian[:, :80]):
+        exact = torch.linalg.svdvals(a)[:30]
+        b = a.to(dtype)
+        svd = jacobian_svd(lambda x, b=b: x @ b.T, torch.randn(1, b.shape[1], dtype=dtype), 30, method="lanczos")
+        assert svd.converged.all()
+        tolerance = 1e-12 if dtype == torch.float64 else 2e-6
+        torch.testing.assert_close(svd.S[0].double(), exact, rtol=tolerance, atol=tolerance * float(exact[0]))
+
+
+def test_a_dead_sample_beside_a_living_one() -> None:
+    a = torch.randn(60, 60, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    both = torch.stack([a, torch.zeros_like(a)])
+    svd = jacobian_svd(lambda x: torch.einsum("bij,bj->bi", both, x), torch.ones(2, 60).double(), 5, method="lanczos")
+    torch.testing.assert_close(svd.S[0], torch.linalg.svdvals(a)[:5])
+    assert svd.S[1].tolist() == [0.0] * 5
+    assert svd.converged.all()
+    assert svd.V.isfinite().all()
+    torch.testing.assert_close(svd.V[1] @ svd.V[1].T, torch.eye(5, dtype=torch.float64))
+
+
+def test_running_out_of_memory_names_the_budget() -> None:
+    def hungry(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"2 samples and a budget of 0.5 GiB"):
+        jacobian_svd(hungry, torch.randn(2, 4), 1, budget=0.5)
+
+
+def test_a_map_without_derivative_is_named() -> None:
+    with pytest.raises(NotDifferentiable, match="cannot be differentiated"):
+        jacobian_svd(lambda x: torch.from_numpy(x.detach().numpy() ** 2), torch.randn(2, 4), 1)
+
+
+def test_the_method_follows_the_size() -> None:
+    """A full decomposition for little, Lanczos on the formed matrix for more; a hard matrix is decomposed after all."""
+    a = torch.randn(420, 420, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def chosen(side: int, k: int) -> str:
+        x = torch.zeros(1, side, dtype=torch.float64)
+        return jacobian_svd(lambda z: z @ a[:side, :side].T, x, k).method
+
+    assert (chosen(100, 5), chosen(420, 5), chosen(420, 110)) == ("dense", "formed", "dense")
+    x = torch.zeros(1, 420, dtype=torch.float64)
+    flat = torch.linalg.qr(a)[0]  # every singular value is 1
+    svd = jacobian_svd(lambda z: z @ flat.T, x, 5, method="formed")
+    assert svd.converged.all()
+    torch.testing.assert_close(svd.S, torch.ones(1, 5, dtype=torch.float64))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import residua
 from residua.anatomy import alignment, dense_jacobian, jacobian_svd
-from residua.anatomy.network import bind
+from residua.anatomy.network import bind, block_of
 
 
 @pytest.fixture
@@ -63,6 +63,24 @@ def test_post_activation_blocks_are_masked() -> None:
     )
 
 
+def test_blocks_that_change_the_shape_are_masked_by_their_projection() -> None:
+    torch.manual_seed(0)
+    net = residua.create_model("resconv_down", img_size=8, num_classes=3, depth=4, width=4, alpha_min=0.7)
+    net = net.double().eval()
+    step = residua.stream(net, torch.randn(2, 3, 8, 8, dtype=torch.float64))[2]
+    block = block_of(step)
+    out = step(step.input)
+    on = (out > 0).flatten(1).double()
+    whole, kept = dense_jacobian(step, block.x), dense_jacobian(step.shortcut, block.x)
+    assert whole.shape == (2, 8 * 4 * 4, 4 * 8 * 8)
+    expected = whole - block.alpha * on[:, :, None] * kept
+    torch.testing.assert_close(dense_jacobian(block.branch, block.x), expected, rtol=1e-9, atol=1e-11)
+    found = jacobian_svd(block.branch, block.x, 5, method="lanczos")
+    torch.testing.assert_close(found.S, torch.linalg.svdvals(expected)[:, :5])
+    laws = bind(net, torch.randn(2, 3, 8, 8, dtype=torch.float64))
+    assert laws.left_out == ["blocks.2", "blocks.3"]
+
+
 def test_alignment_of_a_network_leaves_it_alone_and_scales_with_the_gauge(vit) -> None:
     vit.train()
     before = {k: v.clone() for k, v in vit.state_dict().items()}
@@ -91,5 +109,7 @@ def test_wrong_inputs(vit) -> None:
     net = residua.create_model("resnet18", img_size=8, num_classes=3, width=4)
     with pytest.raises(ValueError, match="token 0 was asked for"):
         alignment(net, torch.randn(1, 3, 8, 8), token=0)
+    with pytest.raises(ValueError, match="token 5 was asked for; there are 5, 0 to 4"):
+        alignment(vit, torch.randn(1, 3, 8, 8), token=5)
     with pytest.raises(ValueError, match="at least two"):
         alignment(residua.create_model("resnet18", img_size=8, width=4, stages=(1, 1, 1, 1)), torch.randn(1, 3, 8, 8))

@@ -16,7 +16,7 @@ from residua.data import DataError, load
         ("digits:here", "takes no path"),
         ("shapes?sise=3", "did you mean 'size'"),
         ("shapes?n=many", "expected a whole number"),
-        ("digits?n=3", "digits has none"),
+        ("digits?n=3", "unknown option 'n'; known: classes"),
     ],
 )
 def test_wrong_spellings_are_explained(spec, message):
@@ -39,3 +39,18 @@ def test_imagenet_folders(tmp_path):
     assert splits.test.labels.tolist() == [0, 1]
     with pytest.raises(DataError, match="does not exist"):
         load(f"imagenet:{tmp_path}/nowhere")
+
+
+def test_the_first_classes_of_any_labelled_source():
+    whole, part = load("digits"), load("digits?classes=3")
+    assert part.train.classes == part.test.classes == ["0", "1", "2"]
+    for name in ("train", "test"):
+        kept = getattr(whole, name).labels < 3
+        assert getattr(part, name).labels.tolist() == getattr(whole, name).labels[kept].tolist()
+        assert np.array_equal(getattr(part, name).array(), getattr(whole, name).array()[kept])
+    assert whole.train.classes == [str(i) for i in range(10)]
+    assert load("shapes?n=40&classes=2&size=16").train.classes == load("shapes?n=40&classes=2&size=16").test.classes
+    with pytest.raises(DataError, match="expected 1 to 10"):
+        load("digits?classes=11")
+    with pytest.raises(DataError, match="whole number"):
+        load("digits?classes=few")

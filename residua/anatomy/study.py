@@ -1,0 +1,337 @@
+"""A trained network looked at from all sides: the laws of its blocks, the paths of inputs, the collapse of classes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from residua.data import DataError, Preprocessing, Source, Splits
+from residua.evaluate.reading import frozen
+from residua.nn import Classifier, ResNet, SiT, UniformNet, UViT
+from residua.nn.stream import stream
+from residua.train.checkpoint import checkpoints, load
+
+from .alignment import Alignment, Gauge, measure, stream_points
+from .collapse import Collapse, neural_collapse
+from .jacobian import Method
+from .network import Bound, bind
+
+Split = Literal["train", "test", "both"]
+Precision = Literal["float64", "float32"]
+Progress = Callable[[int, int], None]
+
+MOST_CLASSES = 10  # whose paths are drawn
+COLLAPSE_IMAGES = 2000  # of a split, for neural collapse and accuracy
+_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a network is looked at."""
+
+    k: int = 30
+    """Singular triplets of every block."""
+    images: int = 8
+    """Images whose Jacobians are taken."""
+    gauge: Gauge = "J"
+    token: int | None = None
+    """Of transformers: the Jacobian of this token alone, instead of all tokens together."""
+    per_class: int = 10
+    """Images of a class whose paths are drawn."""
+    precision: Precision = "float64"
+    method: Method = "auto"
+    budget: float = 2.0
+    """GiB for one chunk of products."""
+    seed: int = 0
+    """Chooses the images and the plane that paths are drawn in."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was seen on one split."""
+
+    split: str
+    laws: Alignment
+    paths: Tensor
+    """(L + 1, N, 2): streams of some images before, between and after the blocks, in one random plane."""
+    labels: Tensor | None
+    """(N,): their classes."""
+    collapse: dict[str, Collapse]
+    """Layer -> neural collapse there; empty without labels."""
+    accuracy: float | None
+    """Of a classifier on up to 2,000 images, in percent."""
+
+    def to_dict(self) -> dict[str, Any]:
+        layers = {name: found.to_dict() for name, found in self.collapse.items()}
+        return {"split": self.split, "accuracy": self.accuracy, "laws": self.laws.to_dict(), "collapse": layers}
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A network on its training and test images."""
+
+    parts: list[Part]
+    left_out: list[str]
+    """Blocks of another shape than most, which cannot be compared with them."""
+    classes: list[str] | None
+    """Names of the classes of the images."""
+    look: Look
+
+    def to_dict(self) -> dict[str, Any]:
+        settings = {name: getattr(self.look, name) for name in ("gauge", "token", "precision", "seed")}
+        return settings | {"left_out": self.left_out, "parts": [part.to_dict() for part in self.parts]}
+
+
+def study(
+    model: nn.Module,
+    splits: Splits,
+    split: Split = "both",
+    look: Look | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> Anatomy:
+    """Residual Alignment and Neural Collapse of a trained network, on images of its training and test split.
+
+    Works for every network of ours that has a residual stream (an autoencoder's is its encoder's). C of RA3 is the
+    number of classes that a classifier was trained on.
+
+    >>> found = study(residua.load("runs/a"), residua.data.load("digits"))
+    >>> found.parts[0].laws.verdicts()
+    """
+    look = look or Look()
+    check(model, splits, look)
+    sources = {name: source for name, source in _sources(splits, split).items() if source is not None and len(source)}
+    parts: list[Part] = []
+    left_out: list[str] = []
+    for name, source in sources.items():
+        part, left_out = _part(model, name, source, splits, look, torch.device(device), progress)
+        parts.append(part)
+    return Anatomy(parts, left_out, splits.train.classes, look)
+
+
+def check(model: nn.Module, splits: Splits, look: Look) -> None:
+    """Refuse what cannot be measured, before anything is."""
+    if isinstance(model, UViT | SiT):
+        raise ValueError(
+            "a diffusion model has no residual stream without a time: call residua.anatomy.alignment(model, x_t, t)"
+        )
+    try:
+        steps = stream(model)
+    except TypeError as error:
+        raise ValueError(f"no residual blocks found: {error}") from error
+    if len(steps) < 2:
+        raise ValueError(f"{type(model).__name__} has {len(steps)} residual step: alignment compares at least two")
+    if look.k < 1 or look.images < 1 or look.budget <= 0:
+        raise ValueError(
+            f"{look.k} triplets of {look.images} images with a budget of {look.budget:g} GiB: all must be positive"
+        )
+    body: Any = getattr(model, "encoder", model)
+    if splits.train.channels != body.in_chans:
+        raise DataError(f"{splits.train.name} has {splits.train.channels} channels, the network takes {body.in_chans}")
+
+
+def _sources(splits: Splits, split: Split) -> dict[str, Source | None]:
+    if split not in get_args(Split):
+        raise ValueError(f"split is {split!r}; choose one of {', '.join(get_args(Split))}")
+    found = {"train": splits.train, "test": splits.test}
+    if split == "both":
+        return found
+    if found[split] is None:
+        raise DataError(f"{splits.name} has no {split} split")
+    return {split: found[split]}
+
+
+def _part(
+    model: nn.Module,
+    name: str,
+    source: Source,
+    splits: Splits,
+    look: Look,
+    device: torch.device,
+    progress: Progress | None,
+) -> tuple[Part, list[str]]:
+    pre = preprocessing(model, splits.train)
+    twin = _twin(model, look, device)
+    laws, left_out = _laws(model, twin, source, pre, look, progress)
+    drawn = _drawn(source, look)
+    path = _bound(twin, source, drawn, pre, look)
+    collapse, accuracy = layers(model, source, pre, device, look.seed)
+    labels = None if source.labels is None else torch.from_numpy(source.labels[drawn])
+    return Part(name, laws, _plane(path, look), labels, collapse, accuracy), left_out
+
+
+def _twin(model: nn.Module, look: Look, device: torch.device) -> nn.Module:
+    """A copy in evaluation mode and in the precision asked for."""
+    return copy.deepcopy(model).to(device, getattr(torch, look.precision)).eval().requires_grad_(False)
+
+
+def _laws(
+    model: nn.Module, twin: nn.Module, source: Source, pre: Preprocessing, look: Look, progress: Progress | None = None
+) -> tuple[Alignment, list[str]]:
+    bound = _bound(twin, source, balanced(source, look.images, look.seed), pre, look)
+    laws = measure(
+        bound.blocks, bound.end, min(look.k, bound.blocks[0].x[0].numel()), classes=trained_classes(model),
+        gauge=look.gauge, method=look.method, budget=look.budget, seed=look.seed, progress=progress,
+    )  # fmt: skip
+    return laws, bound.left_out
+
+
+def _bound(twin: nn.Module, source: Source, chosen: Sequence[int], pre: Preprocessing, look: Look) -> Bound:
+    images = pre([source.read(int(i), max(pre.img_size)) for i in chosen])
+    weight = next(twin.parameters())
+    return bind(twin, images.to(weight.device, weight.dtype), token=look.token)
+
+
+def _drawn(source: Source, look: Look) -> list[int]:
+    """The images whose paths are drawn: so many of each of the first classes."""
+    if source.labels is None:
+        return balanced(source, look.per_class, look.seed)
+    few = np.unique(source.labels)[:MOST_CLASSES]
+    inside = np.flatnonzero(np.isin(source.labels, few))
+    return inside[balanced(source.subset(inside), look.per_class * len(few), look.seed)].tolist()
+
+
+def _plane(bound: Bound, look: Look) -> Tensor:
+    """Streams (L + 1, N, 2) in a random plane that depends on the seed and the size of the stream alone."""
+    points = stream_points(bound.blocks, bound.end, look.gauge).flatten(2).cpu().double()
+    generator = torch.Generator().manual_seed(look.seed)
+    plane = torch.linalg.qr(torch.randn(points.shape[2], 2, generator=generator, dtype=torch.float64))[0]
+    return points @ plane
+
+
+def balanced(source: Source, count: int, seed: int) -> list[int]:
+    """Numbers of up to `count` images drawn by `seed`, as evenly over the classes as their number allows."""
+    order = np.random.default_rng(seed).permutation(len(source))
+    if source.labels is not None:
+        labels = source.labels[order]
+        turn = np.zeros(len(order), np.int64)  # first, second, ... of its class in the drawn order
+        for c in np.unique(labels):
+            turn[labels == c] = np.arange((labels == c).sum())
+        order = order[np.lexsort((labels, turn))]
+    return order[:count].tolist()
+
+
+def trained_classes(model: nn.Module) -> int | None:
+    """How many classes a classifier tells apart; None for an encoder."""
+    return model.num_classes if isinstance(model, Classifier | ResNet | UniformNet) else None
+
+
+def preprocessing(model: nn.Module, train: Source) -> Preprocessing:
+    """The network's own, or its image size with the statistics of the training images."""
+    body: Any = getattr(model, "encoder", model)
+    own = getattr(model, "preprocessing", None) or body.preprocessing
+    return own or Preprocessing(body.img_size, *train.stats(), body.in_chans)
+
+
+@torch.no_grad()
+def layers(
+    model: nn.Module, source: Source, pre: Preprocessing, device: torch.device, seed: int = 0
+) -> tuple[dict[str, Collapse], float | None]:
+    """Neural collapse of every layer's pooled features and, of a classifier, its accuracy in percent."""
+    if source.labels is None:
+        return {}, None
+    chosen = balanced(source, COLLAPSE_IMAGES, seed)
+    parts: list[dict[str, Tensor]] = []
+    with frozen(model, device):
+        for start in range(0, len(chosen), _BATCH):
+            images = pre([source.read(i, max(pre.img_size)) for i in chosen[start : start + _BATCH]])
+            parts.append({name: x.float().cpu() for name, x in _features(model, images.to(device)).items()})
+    read = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    labels = torch.from_numpy(source.labels[chosen])
+    head: Any = getattr(model, "head", None)
+    classifier = trained_classes(model) is not None
+    decisions = read.pop("logits").argmax(1) if classifier else None
+    weight = head.weight.detach().cpu() if classifier else None
+    last = list(read)[-1]
+    found: dict[str, Collapse] = {}
+    for name, features in read.items():
+        try:
+            found[name] = neural_collapse(features, labels, weight if name == last else None, decisions)
+        except ValueError:  # one class, one sample each, or features that are all the same
+            continue
+    accuracy = None if decisions is None else 100 * float((decisions == labels).double().mean())
+    return found, accuracy
+
+
+def _features(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
+    """Pooled features of every layer; of a classifier the last are those that its head sees, with its logits."""
+    steps = stream(model, images)
+    network: Any = model
+    inputs: list[Any] = [step.input for step in steps]
+    last = steps[-1]
+    found = {name: _pool(x) for name, x in zip(["embed", *(step.name for step in steps)], inputs)}
+    if trained_classes(model) is None:
+        return found | {last.name: _pool(last(inputs[-1]))}
+    pooled = network.pooled(images)
+    return found | {last.name: pooled, "logits": network.head(pooled)}
+
+
+def _pool(x: Any) -> Tensor:
+    """Streams of any network as features (B, D)."""
+    if x.ndim == 4:
+        return x.mean((2, 3))
+    return x.mean(1) if x.ndim == 3 else x
+
+
+# ---------------------------------------------------------------- along training
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One checkpoint of a run."""
+
+    step: int
+    score: float | None
+    """Test accuracy of a classifier, kNN of an encoder (k = 20, mean of tokens), in percent."""
+    laws: Alignment
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "score": self.score, "laws": self.laws.to_dict()}
+
+
+def along(
+    run: Path,
+    splits: Splits,
+    look: Look | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    each: Callable[[Moment], None] = lambda moment: None,
+) -> list[Moment]:
+    """The laws at every checkpoint of a run, on test images where there are some, with the score at that time."""
+    look = look or Look()
+    saved = checkpoints(run)
+    if not saved:
+        raise ValueError(f"{run} has no checkpoints; --every-checkpoint needs a run (train with --keep 0 to keep all)")
+    source = splits.test if splits.test is not None and len(splits.test) else splits.train
+    found: list[Moment] = []
+    for path in saved:
+        model = load(path, ema=False)
+        check(model, splits, look)
+        pre = preprocessing(model, splits.train)
+        laws, _ = _laws(model, _twin(model, look, torch.device(device)), source, pre, look)
+        score = _score(model, source, splits, pre, torch.device(device), look.seed)
+        found.append(Moment(int(path.name.removeprefix("step-")), score, laws))
+        each(found[-1])
+    return found
+
+
+def _score(
+    model: nn.Module, source: Source, splits: Splits, pre: Preprocessing, device: torch.device, seed: int
+) -> float | None:
+    if trained_classes(model) is not None or source.labels is None:
+        return layers(model, source, pre, device, seed)[1]
+    if splits.test is None or splits.test.labels is None:
+        return None
+    from residua.evaluate import extract, knn
+
+    features = extract(model, splits, limit=COLLAPSE_IMAGES, device=device, seed=seed)
+    assert features.test is not None
+    return knn(features.train, features.test).accuracy

@@ -1,0 +1,157 @@
+"""`residua anatomy` and `residua ujm`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from .console import console, data_of, note, say, show
+
+if TYPE_CHECKING:
+    from residua.anatomy.study import Moment
+
+
+@dataclass(frozen=True)
+class AnatomyOptions:
+    """Residual Alignment: what the blocks of a trained network do, measured by the Jacobians of their branches."""
+
+    model: Positional[str]
+    """A run or a checkpoint: classifiers, autoencoders and encoders."""
+    data: str | None = None
+    """Source of images; default: what the run was trained on."""
+    top: int = 30
+    """Singular triplets of every block."""
+    images: int = 8
+    """Images whose Jacobians are taken, of each split."""
+    gauge: Literal["J", "J/alpha"] = "J"
+    """Of faded shortcuts: the branch's own Jacobian, or that of the ordinary network it is equivalent to."""
+    token: int | None = None
+    """Of transformers: the Jacobian of this token alone (0: the class token), which is small; default: all tokens."""
+    split: Literal["train", "test", "both"] = "both"
+    """Which images."""
+    every_checkpoint: bool = False
+    """Also measure every checkpoint that the run kept (finetune and pretrain --keep 0 keep all)."""
+    precision: Literal["float64", "float32"] = "float64"
+    """float64 where a rank is claimed; float32 is twice as fast on a CPU, much more on most GPUs."""
+    method: Literal["auto", "dense", "lanczos"] = "auto"
+    """auto: dense Jacobians up to about 2,000 dimensions, matrix-free beyond."""
+    budget: float = 2.0
+    """GiB that products with Jacobians may take at once."""
+    seed: int = 0
+    """Of the choice of images and of the plane that paths are drawn in."""
+    out: str | None = None
+    """Folder for anatomy.json and anatomy.html; default: the run."""
+    device: str | None = None
+    """cuda, cpu, ...; default: cuda where there is one."""
+    open: bool = False
+    """Open the page in the browser."""
+
+
+def anatomy(args: list[str]) -> None:
+    """Measure a network."""
+    import torch
+
+    import residua
+    from residua.anatomy.study import Look, along, study
+    from residua.report.anatomy import anatomy_page
+    from residua.train.checkpoint import write_text
+
+    o = tyro.cli(AnatomyOptions, args=args, prog="residua anatomy")
+    run = Path(o.model).expanduser()
+    model = residua.load(run)
+    splits = residua.data.load(o.data or data_of(o.model))
+    look = Look(
+        k=o.top, images=o.images, gauge=o.gauge, token=o.token, precision=o.precision, method=o.method,
+        budget=o.budget, seed=o.seed,
+    )  # fmt: skip
+    device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    found = study(model, splits, o.split, look, device=device, progress=_progress)
+    if found.left_out:
+        note(f"left out, because their stream has another shape than that of most: {', '.join(found.left_out)}")
+    for part in found.parts:
+        laws = part.laws
+        title = f"{len(laws.S)} {part.split} images, {len(laws.names)} blocks, top {laws.S.shape[-1]}, gauge {o.gauge}"
+        console.print(laws.table(title))
+        if laws.converged < 1:
+            note(f"{100 * (1 - laws.converged):.1f} % of the triplets did not converge: trust the leading ones only")
+    moments = along(run, splits, look, device=device, each=_moment) if o.every_checkpoint else []
+    folder = Path(o.out).expanduser() if o.out else run if run.is_dir() else run.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    values = found.to_dict() | {"checkpoints": [moment.to_dict() for moment in moments]}
+    write_text(folder / "anatomy.json", json.dumps(values, indent=1))
+    console.print(f"written: {folder / 'anatomy.json'}", markup=False)
+    score = "test accuracy (%)" if found.parts[0].accuracy is not None else "kNN, k = 20 (%)"
+    show(anatomy_page(found, run.resolve().name, folder / "anatomy.html", moments, score), o.open)
+
+
+def _progress(done: int, total: int) -> None:
+    if console.is_terminal:
+        console.print(f"block {done} of {total}", end="\n" if done >= total else "\r", markup=False)
+
+
+def _moment(moment: Moment) -> None:
+    scalars = moment.laws.scalars()
+    score = "" if moment.score is None else f"  score {moment.score:.1f} %"
+    coupling, share = scalars["RA2 coupling"][0], scalars["RA2 diagonal share"][0]
+    say(f"step {moment.step:,}{score}  coupling {coupling:.3f}  diagonal share {share:.3f}")
+
+
+@dataclass(frozen=True)
+class UJMOptions:
+    """The Unconstrained Jacobians Model: free matrices instead of a network, solved exactly and measured alike."""
+
+    depth: int = 16
+    """Number of Jacobians."""
+    penalty: Literal["weights", "kinetic"] = "weights"
+    """weights: squares of the Jacobians; kinetic: squares of the steps they make."""
+    dim: int = 6
+    """Dimensions."""
+    samples: int = 40
+    """Of the Gaussian clouds, over all classes."""
+    classes: int = 2
+    """Clouds: two at +-e_1, more at e_1, e_2, ..."""
+    noise: float = 0.3
+    """Of a cloud."""
+    lam: float = 0.01
+    """Strength of the penalty."""
+    lam_w: float = 0.01
+    """Strength of the classifier's weight decay."""
+    seed: int = 0
+    """Of the samples and of where the solver starts."""
+    out: str | None = None
+    """Folder for ujm.json and ujm.html; default: none are written."""
+    open: bool = False
+    """Open the page in the browser."""
+
+
+def ujm(args: list[str]) -> None:
+    """Solve and measure the unconstrained model."""
+    from residua.anatomy import blobs, measure, solve
+    from residua.anatomy.alignment import ujm_blocks
+    from residua.report.anatomy import ujm_page
+    from residua.train.checkpoint import write_text
+
+    o = tyro.cli(UJMOptions, args=args, prog="residua ujm")
+    if o.open and o.out is None:
+        raise ValueError("--open needs --out: the folder that the page is written to")
+    x, y = blobs(o.dim, o.samples, o.classes, o.noise, o.seed)
+    model = solve(x, y, o.depth, penalty=o.penalty, lam=o.lam, lam_w=o.lam_w, seed=o.seed)
+    rank = 1 if o.classes == 2 else o.classes  # two classes need one direction
+    laws = measure(*ujm_blocks(model), k=min(o.dim, max(4, rank + 1)), classes=rank)
+    console.print(laws.table(f"{o.depth} Jacobians of {o.dim} dimensions, {o.penalty} penalty, {o.classes} classes"))
+    values = laws.S[0, :, 0]
+    say(f"s_1 from {float(values[0]):.4f} (first) to {float(values[-1]):.4f} (last); sum {float(values.sum()):.3f}; "
+        f"|<u, v>| {float(laws.left_right[0].mean()):.3f}; {model.accuracy():.1f} % classified right; "
+        f"norm of the gradient {model.gradient:.1e}")  # fmt: skip
+    if o.out is not None:
+        folder = Path(o.out).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        summary = {"loss": model.loss, "gradient": model.gradient, "accuracy": model.accuracy()}
+        write_text(folder / "ujm.json", json.dumps(summary | {"laws": laws.to_dict()}, indent=1))
+        say(f"written: {folder / 'ujm.json'}")
+        show(ujm_page(model, laws, folder / "ujm.html"), o.open)

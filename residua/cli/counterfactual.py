@@ -1,0 +1,127 @@
+"""`residua counterfactual`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+from rich.table import Table
+from tyro.conf import Positional
+
+from .console import console, say, show
+
+if TYPE_CHECKING:
+    from residua.anatomy.counterfactual import Outcome
+
+SETTINGS = {
+    "shortcut": "depth", "depth": "depth", "classes": "classes", "stochastic-depth": "drop path", "decay": "alpha_min",
+}  # fmt: skip
+"""Kind -> what is varied, as axes name it."""
+
+
+@dataclass(frozen=True)
+class CounterfactualOptions:
+    """Small networks that differ in one thing, trained and measured alike: when does Residual Alignment appear?
+
+    The same command continues a study that was stopped: finished networks are not trained again.
+    """
+
+    kind: Positional[Literal["shortcut", "classes", "stochastic-depth", "depth", "decay"]]
+    """What differs."""
+    network: Literal["resmlp", "resconv", "resconv_down"] = "resmlp"
+    """Fully connected, convolutional, or convolutional with one down-sampling."""
+    data: str = "digits"
+    """Source of labelled images."""
+    depth: tuple[int, ...] = ()
+    """Blocks; several for shortcut and depth. Default 16, for depth 4 8 16 32."""
+    width: int = 128
+    """Of every block."""
+    alpha_min: tuple[float, ...] = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+    """For decay."""
+    classes: tuple[int, ...] = (2, 4, 7, 10)
+    """For classes: so many of the first classes of the data."""
+    drop_path: tuple[float, ...] = (0.0, 0.25, 0.5)
+    """For stochastic-depth: probability of dropping the last branch, rising from 0 at the first."""
+    norm: bool = False
+    """Batch norm in the networks."""
+    seeds: int = 1
+    """Networks of every setting."""
+    epochs: float = 150.0
+    """Of training."""
+    lr: float = 0.1
+    """Peak learning rate of SGD."""
+    weight_decay: float = 0.01
+    """On matrices; with less of it alignment takes longer."""
+    batch_size: int = 64
+    """Images in a step."""
+    gauge: tuple[Literal["J", "J/alpha"], ...] = ()
+    """Default: J, for decay both."""
+    top: int = 30
+    """Singular triplets of every block."""
+    images: int = 8
+    """Images whose Jacobians are taken."""
+    split: Literal["train", "test"] = "train"
+    """Where they come from."""
+    out: str | None = None
+    """Folder of the study; default counterfactuals/KIND."""
+    device: str | None = None
+    """cuda or cpu; default: cuda where there is one."""
+    open: bool = False
+    """Open the page in the browser."""
+
+
+def counterfactual(args: list[str]) -> None:
+    """Train, measure, compare."""
+    import torch
+
+    from residua.anatomy import counterfactual as engine
+    from residua.anatomy.study import Look
+    from residua.report.counterfactual import counterfactual_page, four_laws
+    from residua.report.figures import save
+    from residua.train.checkpoint import write_text
+
+    o = tyro.cli(CounterfactualOptions, args=args, prog="residua counterfactual")
+    cases = engine.plan(
+        o.kind, network=o.network, data=o.data, width=o.width, alphas=o.alpha_min, classes=o.classes, rates=o.drop_path,
+        depths=o.depth or ((4, 8, 16, 32) if o.kind == "depth" else (16,)), seeds=o.seeds, epochs=o.epochs, lr=o.lr,
+        weight_decay=o.weight_decay, batch_size=o.batch_size, norm=o.norm,
+    )  # fmt: skip
+    folder = Path(o.out or f"counterfactuals/{o.kind}").expanduser()
+    say(f"{len(cases)} networks in {folder}: {o.network}, {o.data}, {o.epochs:g} epochs each")
+    outcomes = engine.run(
+        cases, folder, Look(k=o.top, images=o.images), split=o.split, each=_told,
+        gauges=o.gauge or (("J", "J/alpha") if o.kind == "decay" else ("J",)),
+        device=o.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+    )  # fmt: skip
+    setting = SETTINGS[o.kind]
+    console.print(_table(outcomes, setting))
+    write_text(folder / "counterfactual.json", json.dumps([outcome.to_dict() for outcome in outcomes], indent=1))
+    say(f"written: {folder / 'counterfactual.json'}")
+    say(f"picture: {save(four_laws(outcomes, setting), folder / 'counterfactual.png')}")
+    show(counterfactual_page(o.kind, setting, outcomes, o.split, folder / "counterfactual.html"), o.open)
+
+
+def _told(outcome: Outcome) -> None:
+    before = " (was there)" if outcome.reused else ""
+    say(f"{outcome.case.name}{before}: accuracy {outcome.accuracy:.1f} %")
+
+
+def _table(outcomes: list[Any], setting: str) -> Table:
+    """Means alone, in as few columns as a terminal has; the page has the spreads."""
+    from residua.report.counterfactual import PANELS
+
+    short = [name.split(" ", 1)[1] for name in PANELS]
+    drawn = Table(title="means over samples; RA1 | RA2 | RA3 | RA4, two numbers each", title_justify="left")
+    for i, heading in enumerate(("", "gauge", setting, "test %", *short, "laws")):
+        drawn.add_column(heading, justify="left" if i < 2 else "right")
+    for outcome in outcomes:
+        case = outcome.case
+        for gauge, laws in outcome.laws.items():
+            means = [laws["scalars"].get(name, {}).get("mean") for name in PANELS]
+            holds = ", ".join(law[2:] for law, verdict in laws["verdicts"].items() if verdict["holds"]) or "none"
+            cells = ["–" if mean is None else f"{mean:.2f}" for mean in means]
+            drawn.add_row(case.series, gauge, f"{case.x:g}", f"{outcome.accuracy:.1f}", *cells, holds)
+    return drawn

@@ -1,0 +1,85 @@
+"""The laws on blocks that are known: what they should say, and how it is said."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from residua.anatomy import Block, NotDifferentiable, measure
+
+
+def linear(name: str, a: Tensor, x: Tensor) -> Block:
+    return Block(name, lambda z: z @ a.T, x)
+
+
+@pytest.fixture
+def aligned() -> tuple[list[Block], Tensor]:
+    """One symmetric direction of strengths 1 / (3 + i): steps of equal length along a line."""
+    u = torch.zeros(8, dtype=torch.float64)
+    u[2] = 1.0
+    h = 3 * u.expand(4, 8) * torch.tensor([1.0, -1.0, 2.0, 0.5], dtype=torch.float64)[:, None]
+    blocks = []
+    for i in range(5):
+        a = torch.outer(u, u) / (3 + i)
+        blocks.append(linear(f"b{i}", a, h))
+        h = h + h @ a.T
+    return blocks, h
+
+
+def test_a_perfectly_aligned_network_keeps_every_law(aligned: tuple[list[Block], Tensor]) -> None:
+    laws = measure(*aligned, k=3, classes=1)
+    mean = {name: value for name, (value, _) in laws.scalars().items()}
+    assert mean["RA1 line shape"] == pytest.approx(1)
+    assert mean["RA1 variation of steps"] == pytest.approx(0, abs=1e-12)
+    assert mean["RA2 diagonal share"] == pytest.approx(1)
+    assert mean["RA2 overlap of first C"] == pytest.approx(1)
+    assert mean["RA2 left and right"] == pytest.approx(1)
+    assert mean["RA3 energy beyond C"] == pytest.approx(0, abs=1e-12)
+    assert (mean["RA4 slope"], mean["RA4 R^2"]) == (pytest.approx(1), pytest.approx(1))
+    assert all(holds for holds, _ in laws.verdicts().values())
+    torch.testing.assert_close(laws.grid[..., 0, 0], laws.swapped[..., 0, 0])
+
+
+def test_exchanged_vectors_show_where_left_and_right_differ() -> None:
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 6, 6, generator=g, dtype=torch.float64)
+    x = torch.randn(1, 6, generator=g, dtype=torch.float64)
+    laws = measure([linear("a", a, x), linear("b", b, x)], x, k=2)
+    u, _, vh = torch.linalg.svd(b)
+    expected = (vh[:2] @ a @ u[:, :2]).abs()  # V_b^T J_a U_b
+    torch.testing.assert_close(laws.swapped[0, 1], expected)
+    torch.testing.assert_close(laws.grid[0, 1], (u[:, :2].T @ a @ vh[:2].T).abs())
+
+
+def test_a_dead_block_leaves_all_numbers_finite(aligned: tuple[list[Block], Tensor]) -> None:
+    blocks, end = aligned
+    dead = Block("dead", lambda z: 0 * z, end)
+    laws = measure([*blocks, dead], end, k=3, classes=1)
+    for name, (mean, spread) in laws.scalars().items():
+        assert torch.tensor([mean, spread]).isfinite().all(), name
+    assert laws.scalars()["RA4 slope"][0] == pytest.approx(1)  # over the blocks that are alive
+    assert float(laws.r2.min()) == pytest.approx(1)
+
+
+def test_the_table_and_the_values_say_the_same(aligned: tuple[list[Block], Tensor]) -> None:
+    laws = measure(*aligned, k=3, classes=1)
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(laws.table("title"))
+    text = console.export_text()
+    for word in ("title", "RA1 line shape", "RA4 slope", "yes: line shape <= 1.1"):
+        assert word in text
+    values = json.loads(json.dumps(laws.to_dict()))
+    assert values["blocks"] == ["b0", "b1", "b2", "b3", "b4"]
+    assert values["inverse_s1"] == pytest.approx([3, 4, 5, 6, 7])
+    assert values["scalars"]["RA4 slope"]["mean"] == pytest.approx(1)
+    assert values["verdicts"]["RA3"]["holds"] is True
+    assert torch.tensor(values["singular_values"]).shape == (5, 3)
+
+
+def test_the_block_that_cannot_be_differentiated_is_named(aligned: tuple[list[Block], Tensor]) -> None:
+    blocks, end = aligned
+    hard = Block("hard", lambda z: torch.from_numpy(z.detach().numpy()), end)
+    with pytest.raises(NotDifferentiable, match="block hard: the map cannot be differentiated"):
+        measure([*blocks, hard], end, k=2)

@@ -1,0 +1,159 @@
+"""Networks looked at from all sides, and networks that differ in one thing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import residua
+from residua.anatomy import counterfactual, neural_collapse
+from residua.anatomy.counterfactual import plan, points, run
+from residua.anatomy.study import Look, along, balanced, study
+from residua.data import DataError
+
+LOOK = Look(k=6, images=3, per_class=2)
+QUICK: dict[str, Any] = {"width": 12, "depths": (3,), "epochs": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def digits() -> residua.data.Splits:
+    return residua.data.load("digits?classes=3")
+
+
+def classifier(**options: Any) -> Any:
+    model = residua.create_model("resmlp", img_size=8, in_chans=1, num_classes=3, depth=4, width=12, **options)
+    return model.eval()
+
+
+def test_images_are_chosen_evenly_over_classes(digits: residua.data.Splits) -> None:
+    chosen = balanced(digits.train, 7, seed=1)
+    assert len(set(chosen)) == 7
+    assert sorted(np.bincount(digits.train.labels[chosen]).tolist()) == [2, 2, 3]
+    assert chosen == balanced(digits.train, 7, seed=1)
+    assert chosen != balanced(digits.train, 7, seed=2)
+
+
+def test_a_classifier_on_both_splits(digits: residua.data.Splits) -> None:
+    model = classifier(alpha_min=0.7)
+    found = study(model, digits, look=LOOK)
+    assert [part.split for part in found.parts] == ["train", "test"]
+    part = found.parts[1]
+    assert part.laws.S.shape == (3, 4, 6)
+    assert part.laws.classes == 3
+    assert part.paths.shape == (5, 6, 2)  # two of each of three classes
+    assert sorted(part.labels.tolist()) == [0, 0, 1, 1, 2, 2]
+    assert list(part.collapse) == ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    assert (part.collapse["blocks.2"].nc3, part.collapse["blocks.3"].nc3 is None) == (None, False)
+    json.dumps(found.to_dict())
+    x = model.preprocessing or study.__globals__["preprocessing"](model, digits.train)
+    images = x([digits.test.read(i) for i in range(len(digits.test))])
+    with torch.no_grad():
+        labels = torch.from_numpy(digits.test.labels)
+        direct = neural_collapse(model.pooled(images), labels, model.head.weight, model(images).argmax(1))
+        accuracy = float((model(images).argmax(1) == labels).double().mean())
+    assert part.collapse["blocks.3"].nc1 == pytest.approx(direct.nc1, rel=1e-4)
+    assert part.collapse["blocks.3"].nc4 == pytest.approx(direct.nc4)
+    assert part.accuracy == pytest.approx(100 * accuracy)
+
+
+def test_paths_are_those_of_the_stream_in_one_plane(digits: residua.data.Splits) -> None:
+    model = classifier()
+    one, other = (study(model, digits, split, LOOK).parts[0] for split in ("train", "test"))
+    steps = one.paths.diff(dim=0)
+    assert steps.shape == (4, 6, 2)
+    again = study(model, digits, "train", LOOK).parts[0]
+    assert torch.equal(again.paths, one.paths)
+    assert not torch.equal(other.paths, one.paths)
+
+
+def test_encoders_have_no_c_and_no_head() -> None:
+    shapes = residua.data.load("shapes?n=24&size=8&test=12")
+    model = residua.create_model("mae_vit", img_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=2,
+                                 decoder_embed_dim=8, decoder_depth=1, decoder_num_heads=1).eval()  # fmt: skip
+    whole = study(model, shapes, "test", LOOK).parts[0]
+    assert whole.laws.S.shape == (3, 4, 6)
+    assert "RA3" not in whole.laws.verdicts()
+    assert whole.accuracy is None
+    assert next(iter(whole.collapse)) == "embed"
+    single = study(model, shapes, "test", Look(k=30, images=2, per_class=1, token=0)).parts[0]
+    assert single.laws.S.shape == (2, 4, 12)  # a token has 12 dimensions
+
+
+def test_what_cannot_be_studied_is_refused(digits: residua.data.Splits) -> None:
+    with pytest.raises(ValueError, match="no residual blocks found"):
+        study(torch.nn.Linear(2, 2), digits)
+    with pytest.raises(ValueError, match="without a time"):
+        study(residua.create_model("uvit", img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2), digits)
+    with pytest.raises(DataError, match="takes 3"):
+        study(residua.create_model("resmlp", img_size=8, depth=2, width=4), digits)
+    with pytest.raises(ValueError, match="split is 'valid'"):
+        study(classifier(), digits, "valid")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be positive"):
+        study(classifier(), digits, look=Look(images=0))
+
+
+# ---------------------------------------------------------------- counterfactuals
+
+
+def test_plans_vary_one_thing() -> None:
+    cases = plan("shortcut", depths=(4, 8), seeds=2)
+    assert len(cases) == len({case.name for case in cases}) == 8
+    without = [c.settings for c in cases if c.series == "no shortcuts"]
+    assert all((s["alpha_min"], s["schedule"]) == (0.0, "constant") for s in without)
+    assert [c.settings["data"] for c in plan("classes", data="shapes?n=9", classes=(2, 3))] == [
+        "shapes?n=9&classes=2", "shapes?n=9&classes=3",
+    ]  # fmt: skip
+    for kind, key in (("decay", "alpha_min"), ("depth", "depth"), ("stochastic-depth", "drop_path")):
+        depths = (4, 8) if kind == "depth" else (16,)
+        planned = plan(kind, depths=depths)
+        assert [c.settings[key] for c in planned] == [c.x for c in planned]
+    with pytest.raises(ValueError, match="one depth"):
+        plan("decay", depths=(4, 8))
+    with pytest.raises(ValueError, match="no counterfactual"):
+        plan("width")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="two blocks"):
+        plan("depth", depths=(1,))
+
+
+def test_finished_networks_are_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = plan("decay", alphas=(1.0, 0.5), data="digits?classes=2", **QUICK)
+    folder = tmp_path / "study"
+    first = run(cases[:1], folder, LOOK, gauges=("J",))
+    trained: list[str] = []
+    original = counterfactual.finetune
+    monkeypatch.setattr(counterfactual, "finetune", lambda *a, **k: (trained.append(k["out"]), original(*a, **k))[1])
+    both = run(cases, folder, LOOK, gauges=("J", "J/alpha"))
+    assert trained == [str(folder / cases[1].name)]
+    assert both[0].laws["J"] == first[0].laws["J"]
+    run(cases, folder, LOOK, gauges=("J", "J/alpha"))
+    assert len(trained) == 1
+    assert run(cases, folder, LOOK, gauges=("J",))[0].reused
+    s_j, s_alpha = (both[1].laws[g]["singular_values"] for g in ("J", "J/alpha"))
+    assert s_alpha[-1][0] == pytest.approx(s_j[-1][0] / 0.5)
+    found = points(both, "alpha_min", "RA1 line shape")
+    assert [p.x for p in found] == [0.5, 1.0]
+    with pytest.raises(ValueError, match="choose another --out"):
+        run(plan("decay", alphas=(1.0,), data="digits?classes=2", **QUICK | {"width": 8}), folder, LOOK)
+
+
+def test_every_checkpoint_of_a_run(tmp_path: Path, digits: residua.data.Splits) -> None:
+    out = tmp_path / "run"
+    residua.evaluate.finetune("resmlp", "digits?classes=3", out=str(out), depth=3, width=8, steps=4, batch_size=32,
+                              checkpoint_every=2, keep=0, cpu=True, trackers=())  # fmt: skip
+    seen: list[int] = []
+    moments = along(out, digits, LOOK, each=lambda moment: seen.append(moment.step))
+    assert seen == [moment.step for moment in moments] == [2, 4]
+    assert all(0 <= moment.score <= 100 for moment in moments)
+    with pytest.raises(ValueError, match="no checkpoints"):
+        along(tmp_path, digits, LOOK)
