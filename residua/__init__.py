@@ -4,17 +4,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from residua import data, evaluate, nn, recipes, report, train
+    from residua import anatomy, data, evaluate, nn, recipes, report, train
     from residua.nn import alphas, create_model, fade, stream, unfade
     from residua.train.checkpoint import load
+    from residua.train.sample import sample
 
 __version__ = "0.1.0"
 __all__ = [
-    "alphas", "create_model", "data", "evaluate", "fade", "load", "nn", "recipes", "report", "stream", "train",
-    "unfade",
+    "alphas", "anatomy", "create_model", "data", "evaluate", "fade", "load", "nn", "recipes", "report", "sample",
+    "stream", "train", "unfade",
 ]  # fmt: skip
 _HOME = {name: "residua.nn" for name in ("alphas", "create_model", "fade", "stream", "unfade")}
 _HOME["load"] = "residua.train.checkpoint"
+_HOME["sample"] = "residua.train.sample"
 
 
 def __getattr__(name: str) -> Any:

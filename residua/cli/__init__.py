@@ -22,9 +22,14 @@ Residua trains, measures and explains residual networks whose shortcuts fade wit
   residua evaluate RUN                           what its frozen features are worth
   residua finetune RUN --data folder:my_classes  train all of it on labels, and test it
   residua segment RUN                            do its patches find objects by themselves
+  residua diffuse --data folder:my_photos        train a diffusion model
+  residua sample RUN -n 1000                     images from it
   residua score folder:samples --reference DATA  how far generated images lie from real ones: FID, KID, ...
   residua sweep RECIPE --alpha-min 1.0 0.9       a grid of runs, mean and interval over seeds
   residua compare RUN RUN                        runs side by side on one page
+  residua anatomy RUN                            what its blocks do: Residual Alignment, Neural Collapse
+  residua counterfactual shortcut                does it happen without shortcuts, with other depths, classes, decay
+  residua ujm --depth 16                         the same in the Unconstrained Jacobians Model
   residua embed RUN --data folder:my_photos      features of your images, as a table
   residua data info|preview SOURCE               what a source of images holds
   residua recipes [NAME]                         rows of the paper, runnable
@@ -32,6 +37,8 @@ Residua trains, measures and explains residual networks whose shortcuts fade wit
 Add --help to a command for its options."""
 COMMANDS = {
     "demo": "demo", "pretrain": "pretrain", "evaluate": "evaluate", "finetune": "finetune", "segment": "segment",
+    "diffuse": "diffuse", "sample": "sample",
+    "anatomy": "anatomy", "counterfactual": "counterfactual", "ujm": "anatomy",
     "score": "score", "compare": "compare", "sweep": "sweep", "embed": "evaluate", "data": "data", "recipes": "recipes",
 }  # fmt: skip
 """Command -> the file of this folder that has a function of that name."""

@@ -18,7 +18,7 @@ class EvaluateOptions:
     """What frozen features are worth: kNN, linear probe and rank, beside the untrained encoder and raw pixels."""
 
     model: Positional[str]
-    """A run, a checkpoint, or published MAE weights."""
+    """A run, a checkpoint, or published MAE or U-ViT weights."""
     data: str | None = None
     """Source of images; default: what the run was trained on."""
     knn: bool = True
@@ -31,10 +31,13 @@ class EvaluateOptions:
     """Also participation ratio, stable rank, alpha-ReQ, LiDAR, class separation, silhouette, spectra; per layer."""
     shots: tuple[int, ...] = ()
     """Also kNN with only so many labelled images a class, mean of ten draws: --shots 1 5 10."""
-    layers: tuple[str, ...] = ("last",)
-    """last, all, or block numbers."""
+    layers: tuple[str, ...] = ()
+    """last, all, or block numbers; default: last, of a diffusion model all."""
+    times: tuple[float, ...] = ()
+    """Of a diffusion model: noise levels, in (0, 1), at which its layers are read; default: 0.02 0.05 0.1 0.2 0.4."""
     readout: tuple[Literal["tokens", "patches", "cls"], ...] = ("tokens",)
-    """tokens: mean of all tokens; patches: mean of patches; cls: the class token. Several are read in one pass."""
+    """tokens: mean of all tokens; patches: mean of patches; cls: the class token. Several are read in one pass. Of a
+    diffusion model: always patches."""
     learning_rates: tuple[float, ...] = ()
     """Of the probe, to choose among on held-out training images; for mae per 256 images. Default: the protocol's."""
     weight_decays: tuple[float, ...] = ()
@@ -73,6 +76,7 @@ def evaluate(args: list[str]) -> None:
     """Score a frozen encoder."""
     import residua
     from residua.evaluate import FeatureCache, evaluate
+    from residua.evaluate.diffusion import is_diffusion
 
     o = tyro.cli(EvaluateOptions, args=args, prog="residua evaluate")
     model = residua.load(o.model)
@@ -84,9 +88,13 @@ def evaluate(args: list[str]) -> None:
 
         accelerator = Accelerator(cpu=o.device == "cpu")
     cache = FeatureCache(_cache_folder(o.model, o.cache_dir), note) if o.cache else None
+    if is_diffusion(model):
+        return _evaluate_diffusion(o, model, splits, accelerator, cache)
+    if o.times:
+        raise ValueError("--times is for diffusion models: there is no noise in what this one sees")
     report = evaluate(
         model, splits, knn=o.knn, probe=None if o.probe == "none" else o.probe, rank=o.rank,
-        geometry=o.geometry, shots=o.shots, layers=layers(o.layers),
+        geometry=o.geometry, shots=o.shots, layers=layers(o.layers or ("last",)),
         readout=o.readout, k=o.k, temperature=o.temperature, learning_rates=o.learning_rates or None,
         weight_decays=o.weight_decays or None, epochs=o.epochs, img_size=img_size(o.img_size), batch_size=o.batch_size,
         limit=o.limit, seed=o.seed, baselines=o.baselines, bf16=o.bf16, on_bad_image=o.on_bad_image,
@@ -100,10 +108,51 @@ def evaluate(args: list[str]) -> None:
     console.print(report.table())
     if (geometry := report.geometry_table()) is not None:
         console.print(geometry)
-    run = Path(o.model).expanduser()
-    where = Path(o.out) if o.out else run / "evaluation.json" if (run / "checkpoints").is_dir() else None
+    where = _where(o)
     if where is not None:
         console.print(f"written: {report.save(where)}", markup=False)
+
+
+def _where(o: EvaluateOptions) -> Path | None:
+    """The JSON file: the one asked for, or the run's."""
+    run = Path(o.model).expanduser()
+    return Path(o.out) if o.out else run / "evaluation.json" if (run / "checkpoints").is_dir() else None
+
+
+def _evaluate_diffusion(o: EvaluateOptions, model: Any, splits: Any, accelerator: Any, cache: Any) -> None:
+    """Layers x noise levels: a table of each score, a heat map, JSON."""
+    from residua.evaluate.diffusion import TIMES, best, evaluate_diffusion, grid, grid_table
+    from residua.report.curves import noise_heatmap
+    from residua.report.figures import save
+
+    fixed = {"--geometry": o.geometry, "--shots": o.shots, "--img-size": o.img_size, "--readout": "cls" in o.readout}
+    for name, given in fixed.items():
+        if given:
+            raise ValueError(f"{name} is not for diffusion models: leave it out")
+    report = evaluate_diffusion(
+        model, splits, times=o.times or TIMES, layers=layers(o.layers or ("all",)), knn=o.knn,
+        probe=None if o.probe == "none" else o.probe, rank=o.rank, k=o.k, temperature=o.temperature,
+        learning_rates=o.learning_rates or None, weight_decays=o.weight_decays or None, epochs=o.epochs,
+        baselines=o.baselines, batch_size=o.batch_size, device=_device(o.device, accelerator), limit=o.limit,
+        seed=o.seed, bf16=o.bf16, on_bad_image=o.on_bad_image, accelerator=accelerator, cache=cache,
+    )  # fmt: skip
+    if accelerator is not None and not accelerator.is_main_process:
+        return
+    warn_shared(splits)
+    shown = [metric for metric in ("linear probe", "kNN") if any(s.metric == metric for s in report.scores)]
+    for metric in shown:
+        console.print(grid_table(report, metric))
+    if "linear probe" in shown:
+        layer, noise = best(report)
+        console.print(f"linear probe {report.value('linear probe'):.1f} % at layer {layer}, {noise}", markup=False)
+    where = _where(o)
+    if where is None:
+        return
+    console.print(f"written: {report.save(where)}", markup=False)
+    for metric in shown:
+        picture = where.with_name(f"{where.stem}-{metric.split()[-1].lower()}.png")
+        drawn = noise_heatmap(grid(report, metric), best(report, metric), f"{metric} (%)")
+        console.print(f"picture: {save(drawn, picture)}", markup=False)
 
 
 def _cache_folder(model: str, given: str | None) -> Path:
@@ -160,10 +209,14 @@ class EmbedOptions:
 def embed(args: list[str]) -> None:
     """Features as a table."""
     import residua
+    from residua.evaluate.diffusion import is_diffusion
 
     o = tyro.cli(EmbedOptions, args=args, prog="residua embed")
+    model = residua.load(o.model)
+    if is_diffusion(model):
+        raise ValueError(f"{o.model} is a diffusion model, which embed does not read: residua evaluate scores it")
     path = residua.evaluate.embed(
-        residua.load(o.model), o.data, o.out, layers=layers(o.layers), readout=o.readout,
+        model, o.data, o.out, layers=layers(o.layers), readout=o.readout,
         img_size=img_size(o.img_size), batch_size=o.batch_size, on_bad_image=o.on_bad_image, device=_device(o.device),
     )  # fmt: skip
     console.print(f"written: {path}", markup=False)

@@ -23,7 +23,8 @@ def pretrain(args: list[str]) -> None:
     default = Pretrain()
     if args and not args[0].startswith("-"):
         given = args.pop(0)
-        default = Pretrain.read(_existing(given)) if given.endswith((".yaml", ".yml")) else recipes.get(given).config
+        is_file = given.endswith((".yaml", ".yml"))
+        default = Pretrain.read(existing(given)) if is_file else recipes.get(given, "pretrain").config
     config = tyro.cli(
         Pretrain, args=args, default=default, prog="residua pretrain [RECIPE|SETTINGS.yaml]", config=(OmitArgPrefixes,),
         description="Pretrain a masked autoencoder whose identity shortcuts fade with depth. Every setting left at "
@@ -94,7 +95,7 @@ def _closing_words(model: Any, session: Pretraining) -> None:
     )
 
 
-def _existing(path: str) -> Path:
+def existing(path: str) -> Path:
     file = Path(path).expanduser()
     if not file.exists():
         raise ValueError(f"there is no settings file {file}")

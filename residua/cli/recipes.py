@@ -18,16 +18,20 @@ def recipes(args: list[str]) -> None:
 
     @dataclass(frozen=True)
     class RecipeOptions:
-        """Settings with a name, their cost and the numbers to expect; `residua pretrain NAME` runs one."""
+        """Settings with a name, their cost and the numbers to expect; `residua COMMAND NAME` runs one."""
 
         name: Annotated[str | None, tyro.conf.arg(metavar="[NAME]")] = None
 
     o = tyro.cli(RecipeOptions, args=args, prog="residua recipes", config=(tyro.conf.Positional,))
     if o.name is None:
-        table = Table("recipe", "what", "cost", "expect")
-        for recipe in RECIPES.values():
-            table.add_row(recipe.name, recipe.summary, recipe.cost, recipe.expect)
-        return console.print(table)
+        for command in dict.fromkeys(recipe.command for recipe in RECIPES.values()):
+            table = Table("recipe", "what", "cost", "expect", title=f"residua {command} RECIPE", title_justify="left")
+            table.columns[0].no_wrap = True
+            for recipe in RECIPES.values():
+                if recipe.command == command:
+                    table.add_row(recipe.name, recipe.summary, recipe.cost, recipe.expect)
+            console.print(table)
+        return
     recipe = get(o.name)
     print_nested({"what": recipe.summary, "cost": recipe.cost, "expect": recipe.expect, "settings": recipe.settings})
-    console.print(f"\nrun it:  residua pretrain {recipe.name}", markup=False)
+    console.print(f"\nrun it:  residua {recipe.command} {recipe.name}", markup=False)

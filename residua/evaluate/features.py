@@ -27,6 +27,7 @@ from .reading import (
     PixelReader,
     Reader,
     View,
+    apply,
     check_readout,
     check_readouts,
     collect_all,
@@ -253,9 +254,7 @@ def _compute(
         parts.setdefault(name, []).append(column)
     readers = {name: subjects[name].reader(columns) for name, columns in parts.items()}
 
-    def reader(images: Tensor) -> dict[Any, Tensor]:
-        return {(name, column): x for name, read in readers.items() for column, x in read(images).items()}
-
+    reader = _Side(readers)
     feed = open_with(source)
     try:
         if not entries:
@@ -274,6 +273,18 @@ def _compute(
         return index, features
     finally:
         feed.close()
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Several subjects' readers as one."""
+
+    readers: Mapping[str, Reader]
+    numbered = True
+
+    def __call__(self, images: Tensor, index: Tensor) -> dict[Any, Tensor]:
+        found = {name: apply(read, images, index) for name, read in self.readers.items()}
+        return {(name, column): x for name, own in found.items() for column, x in own.items()}
 
 
 class _Shelf:

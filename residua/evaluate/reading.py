@@ -23,8 +23,9 @@ from .featureset import Readout
 from .graph import record
 
 Layers = Literal["last", "all"] | Sequence[int]
-Reader: TypeAlias = Callable[[Tensor], dict[Any, Tensor]]
-"""Normalised images (B, C, h, w) -> features (B, D), or (B, ..., D), under any keys."""
+Reader: TypeAlias = Callable[..., dict[Any, Tensor]]
+"""Normalised images (B, C, h, w) -> features (B, D), or (B, ..., D), under any keys. A reader whose attribute
+`numbered` is true is called with the images' numbers (B,) too."""
 Column: TypeAlias = tuple[str, int]
 """Read-out and layer: the key of one (N, D) matrix of features."""
 Packed: TypeAlias = list[tuple[list[Any], Tensor]]
@@ -135,12 +136,17 @@ def read(
         yield waiting.popleft().arrived()
 
 
+def apply(reader: Reader, images: Tensor, index: Tensor) -> dict[Any, Tensor]:
+    """What a reader, numbered or not, says of images."""
+    return reader(images, index) if getattr(reader, "numbered", False) else reader(images)
+
+
 @torch.inference_mode()
 def _read_batch(batch: Batch, reader: Reader, view: View, full: bool) -> Packed:
     images = [view.center(batch, full)] + [view.random(batch, v) for v in range(view.views)]
     # a recorded pass may not keep the half precision copies of the weights, so none does
     with torch.autocast(batch.pixels.device.type, torch.bfloat16, enabled=view.bf16, cache_enabled=False):
-        parts = [reader(x) for x in images]
+        parts = [apply(reader, x, batch.index) for x in images]
     alike: dict[torch.Size, list[Any]] = {}
     for key, x in parts[0].items():
         alike.setdefault(x.shape, []).append(key)

@@ -129,11 +129,11 @@ def evaluate(
         seen = {}
         if geometry:
             seen = read(_some(sources["train"], seed), view=replace(view, views=LIDAR_VIEWS - 1))
-        subjects, labelled, note = _test_set(subjects, seed)
+        subjects, labelled, note = test_set(subjects, seed)
         if labelled and probe == "mae":
             results = _probe_online(readers, subjects, sources, view, open_with, options, progress)
     if labelled and probe is not None and probe != "mae":
-        results = _probe_features(subjects, probe, options | {"seed": seed, "device": where})
+        results = probe_features(subjects, probe, options | {"seed": seed, "device": where})
     train, test = subjects[MODEL]
     report = Report(
         data=data.name,
@@ -146,13 +146,13 @@ def evaluate(
         seed=seed,
     )
     if labelled and knn:
-        _add_knn(report, subjects, k, temperature, where)
+        add_knn(report, subjects, k, temperature, where)
     if labelled:
         _add_few_shot(report, subjects, shots, temperature, where)
     for name, result in results.items():
-        _add_probe(report, name, subjects[name][0], result, str(probe))
+        add_probe(report, name, subjects[name][0], result, str(probe))
     if rank or geometry:
-        _add_rank(report, subjects, geometry)
+        add_rank(report, subjects, geometry)
     if geometry:
         _add_lidar(report, seen)
     if neighbors:
@@ -177,7 +177,7 @@ def untrained(encoder: ViT, seed: int = 0) -> ViT:
         return encoder_of(create_model(**config)).eval()
 
 
-def _test_set(subjects: Subjects, seed: int) -> tuple[Subjects, bool, str]:
+def test_set(subjects: Subjects, seed: int) -> tuple[Subjects, bool, str]:
     """The subjects with a test set each, whether there are labels, and where the test set came from."""
     train, test = subjects[MODEL]
     if train.labels is None or len(train.labels.unique()) < 2:
@@ -207,7 +207,7 @@ def _accuracy(report: Report, metric: str, subject: str, layer: int, value: floa
     report.scores.append(Score(metric, subject, layer, value, "%", settings))
 
 
-def _add_knn(
+def add_knn(
     report: Report, subjects: Subjects, k: int | Sequence[int], temperature: float, device: torch.device
 ) -> None:
     most = report.n_train
@@ -226,7 +226,7 @@ def _add_knn(
                 _accuracy(report, "kNN", name, layer, accuracy, settings)
 
 
-def _probe_features(subjects: Subjects, protocol: Protocol, options: dict[str, Any]) -> dict[str, ProbeResult | None]:
+def probe_features(subjects: Subjects, protocol: Protocol, options: dict[str, Any]) -> dict[str, ProbeResult | None]:
     """The probe of every subject; None where all its features collapsed."""
     results: dict[str, ProbeResult | None] = {}
     for name, (train, test) in subjects.items():
@@ -301,7 +301,7 @@ def _without(features: FeatureSet, gone: Sequence[tuple[str, int]]) -> FeatureSe
     return replace(kept[0], others={part.readout: part for part in kept[1:]}) if kept else None
 
 
-def _add_probe(report: Report, name: str, train: FeatureSet, result: ProbeResult | None, protocol: str) -> None:
+def add_probe(report: Report, name: str, train: FeatureSet, result: ProbeResult | None, protocol: str) -> None:
     if result is not None:
         report.probes[name] = result.to_dict()
     tested = {(t.readout, t.layer): t for t in result.tested} if result is not None else {}
@@ -336,7 +336,7 @@ def _add_few_shot(
                     report.scores.append(Score("few-shot kNN", name, layer, math.nan, "%", settings))
 
 
-def _add_rank(report: Report, subjects: Subjects, geometry: bool) -> None:
+def add_rank(report: Report, subjects: Subjects, geometry: bool) -> None:
     for name, (train, test) in subjects.items():
         measured = test or train
         for readout, layer in _columns(measured):

@@ -24,10 +24,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from residua.data import Preprocessing
+from residua.data.autoencoder import LatentSpace
 from residua.nn import MAE, Classifier, Network, create_model
+from residua.nn.diffusion import VP, make_process, process_config
 from residua.nn.weights import infer_config, load_weights, translate
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+HALVES = (0.5, 0.5, 0.5)  # pixels to [-1, 1], as diffusion models have them
 
 
 class CheckpointError(ValueError):
@@ -38,15 +41,18 @@ class CheckpointError(ValueError):
 
 
 def description(model: nn.Module, step: int | None = None) -> dict[str, Any]:
-    """What rebuilds a model: its `create_model` keywords, its preprocessing, a classifier's names of classes."""
+    """What rebuilds a model: its `create_model` keywords, its preprocessing, names of classes; of a diffusion model
+    also its process, and the autoencoder whose latents it knows."""
     from residua import __version__
 
-    pre = getattr(model, "preprocessing", None)
+    pre, process, space = (getattr(model, name, None) for name in ("preprocessing", "process", "autoencoder"))
+    diffusion = {"process": process and process_config(process), "autoencoder": space and space.to_dict()}
     return {
         "residua": __version__,
         "model": model.config,
         "preprocessing": pre and pre.to_dict(),
         "classes": getattr(model, "classes", None),
+        **(diffusion if process else {}),
         "step": step,
     }
 
@@ -132,10 +138,11 @@ def _sync(path: Path) -> None:
 
 
 def load(path: str | Path, *, ema: bool = True) -> Network:
-    """A model from a run, a checkpoint, one safetensors file, or published MAE weights.
+    """A model from a run, a checkpoint, one safetensors file, or published weights.
 
-    Published are `mae_pretrain_vit_*.pth` and folders or files of transformers' ViTMAE and ViT. The model comes in
-    evaluation mode with `model.preprocessing` set. Where a run kept a moving average it is that, unless `ema=False`.
+    Published are `mae_pretrain_vit_*.pth`, folders or files of transformers' ViTMAE and ViT, and files of U-ViT and
+    SiT. The model comes in evaluation mode with `model.preprocessing` set, a diffusion model with `model.process` too.
+    Where a run kept a moving average it is that, unless `ema=False`.
 
     >>> model = residua.load("runs/2026-11-15-shapes")
     >>> tokens = residua.nn.encoder_of(model)(model.preprocessing("photo.jpg")[None])
@@ -143,23 +150,36 @@ def load(path: str | Path, *, ema: bool = True) -> Network:
     file = weights_file(Path(path).expanduser(), ema=ema)
     described = _read_description(file)
     if described is not None:
-        model = create_model(**described["model"])
+        model: Any = create_model(**described["model"])
         load_weights(model, load_file(file), what=str(file))
-        if described["preprocessing"]:
-            model.preprocessing = Preprocessing.from_dict(described["preprocessing"])
-        if described.get("classes"):
-            model.classes = described["classes"]  # type: ignore[union-attr]
+        _attach(model, described)
     else:
         state = translate(read_state(file))
         config = infer_config(state, **_transformers_heads(file.parent))
         config |= _transformers_sizes(file.parent, config)
         model = create_model(**config)
         load_weights(model, state, what=str(file))
+        diffusion = config["name"] in ("uvit", "sit")
         if config["in_chans"] == 3:
-            model.preprocessing = Preprocessing(config["img_size"], IMAGENET_MEAN, IMAGENET_STD, crop_pct=0.875)
+            mean, std, crop = (HALVES, HALVES, 1.0) if diffusion else (IMAGENET_MEAN, IMAGENET_STD, 0.875)
+            model.preprocessing = Preprocessing(config["img_size"], mean, std, crop_pct=crop)
+        if config["name"] == "uvit" and config["in_chans"] == 3:  # its latent models have a schedule of their own
+            model.process = VP()
     if isinstance(model, MAE | Classifier):
         model.encoder.preprocessing = model.preprocessing
     return model.eval()
+
+
+def _attach(model: Any, described: dict[str, Any]) -> None:
+    """What belongs to a model beside its weights."""
+    if described["preprocessing"]:
+        model.preprocessing = Preprocessing.from_dict(described["preprocessing"])
+    if described.get("classes"):
+        model.classes = described["classes"]
+    if described.get("process"):
+        model.process = make_process(**described["process"])
+    if described.get("autoencoder"):
+        model.autoencoder = LatentSpace(**described["autoencoder"])
 
 
 def weights_file(path: Path, *, ema: bool = True) -> Path:

@@ -53,6 +53,8 @@ class Hooks:
     every: int | None = None
     """Call `on_interval` each so many steps, and not at the last."""
     on_interval: Callable[[int, nn.Module], Record | None] = lambda step, model: None
+    averaged: bool = False
+    """Hand `on_interval` the moving average of the model, where one is kept."""
 
 
 @dataclass
@@ -244,7 +246,8 @@ class Loop:
             if save or evaluate or self.step % settings.log_every == 0 or (alone and interrupt.asked):
                 record = self._record(losses, norm, started, waited)
                 if evaluate:
-                    record |= hooks.on_interval(self.step, self.bare) or {}
+                    model = self.ema.model if self.ema is not None and hooks.averaged else self.bare
+                    record |= hooks.on_interval(self.step, model) or {}
                     self.model.train()
                 self._log(record)
                 losses, started, waited = [], time.perf_counter(), self.feed.wait_seconds

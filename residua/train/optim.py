@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 Groups = list[dict[str, Any]]
 Optimizer = Literal["adamw", "sgd"]
+LrSchedule = Literal["cosine", "constant"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Settings:
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: float = 0.9
     warmup: float = 0.05
+    warmup_steps: int | None = None
+    lr_schedule: LrSchedule = "cosine"
     clip: float | None = None
     ema: float | None = None
     anneal: float = 0.0
@@ -40,10 +43,17 @@ class Settings:
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """Linear warm-up to the peak, then a cosine to zero; `step` counts from 0."""
+    """Linear warm-up to the peak, then a cosine to zero, or the peak throughout; `step` counts from 0.
+
+    The warm-up takes the share `warmup` of the steps, and no more than `warmup_steps` where those are given.
+    """
     warm = settings.warmup * settings.steps
+    if settings.warmup_steps is not None:
+        warm = min(warm, settings.warmup_steps)
     if step < warm:
         return settings.lr * (step + 1) / max(warm, 1.0) if step + 1 < warm else settings.lr
+    if settings.lr_schedule == "constant":
+        return settings.lr
     progress = (step - warm) / max(settings.steps - warm, 1)
     return settings.lr * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
@@ -55,12 +65,12 @@ def decay_strength(step: int, settings: Settings) -> float:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
-    """Weight decay on matrices (and convolutions) alone: biases, norms, tokens and alphas have none."""
+    """Weight decay on matrices (and convolutions) alone: biases, norms, tokens, positions and alphas have none."""
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            matrix = parameter.ndim >= 2 and not name.endswith("token")
+            matrix = parameter.ndim >= 2 and not name.endswith(("token", "pos_embed"))
             (decayed if matrix else free).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
 

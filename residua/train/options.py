@@ -28,7 +28,7 @@ class DataConfig:
     """Side of the square that images are cropped to; auto: from the typical size of the images."""
     scale: tuple[float, float] | Auto = (0.2, 1.0)
     """Random resized crop: least and greatest share of the image's area; auto: 0.2 to 1 for autoencoders; for
-    classifiers 0.5 to 1, above 64 px 0.08 to 1."""
+    classifiers 0.5 to 1, above 64 px 0.08 to 1; for diffusion models 1 to 1, the central square."""
     flip: bool = True
     """Mirror half of the images."""
 
@@ -39,7 +39,7 @@ class ShortcutConfig:
 
     alpha_min: float | Auto = "auto"
     """Strength of the last shortcut, in [0, 1]; 1 = ordinary residuals; auto: 0.9 for autoencoders with a U-shaped
-    decoder, else 1."""
+    decoder, 0.8 for diffusion models, else 1."""
     alpha_eff: float | None = None
     """Product of all alphas, instead of alpha_min: what transfers between depths."""
     schedule: Schedule = "linear"
@@ -74,8 +74,9 @@ class OptimConfig:
     """Share of the steps with a rising learning rate."""
     clip: float | None = None
     """Largest norm of the gradient."""
-    ema: float | None = None
-    """Decay of an exponential moving average of the weights, such as 0.999."""
+    ema: float | Auto | None = None
+    """Decay of an exponential moving average of the weights, such as 0.999; auto, for diffusion models: 0.9999, less in
+    runs under 200,000 steps."""
     seed: int = 0
     """Decides initial weights, order, crops, flips and all else that is random."""
 
@@ -196,7 +197,7 @@ def common_rules(data: DataConfig, optim: OptimConfig, shortcut: ShortcutConfig,
         ("base_lr", o.base_lr, o.base_lr is None or o.base_lr > 0, "a positive number"),
         ("warmup", o.warmup, 0 <= o.warmup <= 1, "a share of the steps, in [0, 1]"),
         ("clip", o.clip, o.clip is None or o.clip > 0, "a positive norm"),
-        ("ema", o.ema, o.ema is None or 0 < o.ema < 1, "a decay between 0 and 1, such as 0.999"),
+        ("ema", o.ema, o.ema is None or (o.ema != "auto" and 0 < o.ema < 1), "a decay between 0 and 1, such as 0.999"),
         ("anneal", s.anneal, 0 <= s.anneal <= 1, "a share of the steps, in [0, 1]"),
         ("anneal", s.anneal, not (s.anneal and fixed), "0 with learned shortcuts or a control: there is no alpha_min"),
         ("micro_batch", m.micro_batch, m.micro_batch is None or m.micro_batch > 0, "a positive number"),

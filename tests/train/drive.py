@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from residua.nn import MAE
-from residua.train import Finetune, Hooks, Pretrain, checkpoint, classify, fit, loop, prepare, read_metrics
+from residua.train import Finetune, Hooks, Pretrain, checkpoint, classify, diffuse, fit, loop, prepare, read_metrics
 from residua.train.checkpoint import checkpoints, load_file, load_training
+from residua.train.diffuse_config import Diffuse
 
 STEPS = 12
 
@@ -50,6 +51,17 @@ def finetune(config: Finetune, hooks: Hooks | None = None) -> Any:
     return fit(classify.prepare(config), hooks)
 
 
+def small_diffusion(out: Path | None = None, **changes: Any) -> Diffuse:
+    """12 steps of a conditional U-ViT with everything random and everything that has a state."""
+    settings = {
+        "data": "shapes?n=40&size=16&test=20", "size": "nano", "patch_size": 4, "embed_dim": 32, "depth": 2,
+        "num_heads": 2, "conditional": True, "label_dropout": 0.3, "alpha_min": 0.7, "anneal": 0.5, "steps": STEPS,
+        "batch_size": 16, "lr": 2e-3, "clip": 1.0, "ema": 0.8, "cpu": True, "trackers": (), "checkpoint_every": 3,
+        "log_every": 2, "resident": True, "sample_every": 0, "out": str(out) if out else None, "dry_run": out is None,
+    }  # fmt: skip
+    return Diffuse().override(**settings | changes)
+
+
 def differences(one: Path, other: Path) -> list[str]:
     """What differs, to the last bit, between the ends of two runs: weights, average, optimiser, records."""
     a, b = checkpoints(one)[-1], checkpoints(other)[-1]
@@ -81,7 +93,7 @@ def start(target: Callable[..., None], *args: Any) -> Any:
     return process
 
 
-def train(config: Pretrain | Finetune, stage: str | None = None, nth: int = 1) -> None:
+def train(config: Any, stage: str | None = None, nth: int = 1) -> None:
     """Train, and die by SIGKILL the nth time that the run comes to a stage."""
     torch.set_num_threads(1)
     if stage is not None:
@@ -89,11 +101,12 @@ def train(config: Pretrain | Finetune, stage: str | None = None, nth: int = 1) -
     fit(ready(config))
 
 
-def ready(config: Pretrain | Finetune) -> Any:
-    return prepare(config) if isinstance(config, Pretrain) else classify.prepare(config)
+def ready(config: Any) -> Any:
+    kinds = {Pretrain: prepare, Finetune: classify.prepare, Diffuse: diffuse.prepare}
+    return kinds[type(config)](config)  # type: ignore[operator]
 
 
-def train_rank(config: Pretrain | Finetune, rank: int, world: int, port: int) -> None:
+def train_rank(config: Any, rank: int, world: int, port: int) -> None:
     """One of several processes."""
     torch.set_num_threads(1)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}

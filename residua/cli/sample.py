@@ -1,0 +1,111 @@
+"""`residua sample`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tyro.conf import Positional, arg
+
+from .console import console, note, say
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Images from a diffusion model. Image i depends on the weights, the settings and (seed, i) alone: stopped
+    anywhere, the same command goes on, and a larger -n adds to what is there."""
+
+    model: Positional[str]
+    """A run, a checkpoint, or published U-ViT weights."""
+    n: Annotated[int, arg(aliases=["-n"])] = 64
+    """How many."""
+    out: str | None = None
+    """A folder (PNG files), NAME.npz (one array, with labels), or NAME.png (one picture); default: samples in the run,
+    in a folder named after the settings."""
+    sampler: str = "dpm-solver"
+    """dpm-solver, ddim, heun, or euler-maruyama, which adds noise at every step."""
+    steps: int | None = None
+    """Of the sampler; default: 50, for euler-maruyama 1,000."""
+    guidance: float = 1.0
+    """Of a conditional model: 1 is the class itself, more exaggerates it, 0 ignores the label."""
+    classes: tuple[str, ...] = ()
+    """Of a conditional model: numbers or names, dealt out in turn; default: all."""
+    seed: int = 0
+    """Of the noise."""
+    spacing: Literal["uniform", "logsnr"] | None = None
+    """Of the sampler's times: in t, or in the logarithm of the signal-to-noise ratio; default: the latter for the
+    deterministic samplers of a VP model, else the former."""
+    clip: bool | None = None
+    """Keep what the model takes for the image in the range of pixels at every step; default: except for latents."""
+    batch_size: int | None = None
+    """Images at once; default: from the device, halved where memory runs out."""
+    bf16: bool = False
+    """Run the network in bfloat16 where that is harmless; near pure noise it stays in float32."""
+    ema: bool = True
+    """Use the moving average of the weights, where the run kept one."""
+    device: str | None = None
+    """cuda, cpu, ...; default: the best there is."""
+
+
+def sample(args: list[str]) -> None:
+    """Make images."""
+    import torch
+
+    from residua.train import checkpoint as ckpt
+    from residua.train.sample import Sampling, check_sampling
+    from residua.train.samplefiles import write_samples
+
+    o = tyro.cli(SampleOptions, args=args, prog="residua sample")
+    model = ckpt.load(o.model, ema=o.ema)
+    settings = check_sampling(
+        model, Sampling(o.sampler, o.steps, o.guidance, o.classes, o.seed, o.spacing, o.clip, o.bf16)
+    )  # fmt: skip
+    accelerator: Any = None
+    device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=o.device == "cpu")
+        device = accelerator.device
+    main = accelerator is None or accelerator.is_main_process
+    weights = ckpt.weights_file(Path(o.model).expanduser(), ema=o.ema).resolve()
+    out = Path(o.out).expanduser() if o.out else _default_out(o, settings)
+    columns = (TextColumn("{task.percentage:3.0f} %"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not (main and console.is_terminal)) as bar:
+        task = bar.add_task("", total=o.n)
+        try:
+            write_samples(
+                model, out, o.n, settings, about={"checkpoint": str(weights)}, batch_size=o.batch_size, device=device,
+                accelerator=accelerator, progress=lambda done, total: bar.update(task, completed=done),
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            if main and out.suffix != ".png":
+                note(f"stopped; what is finished stays at {out}, and the same command goes on from there")
+            raise
+        bar.update(task, completed=o.n)
+    if main:
+        guidance = f", guidance {o.guidance:g}" if settings.classes else ""
+        say(f"{o.n:,} samples ({settings.sampler}, {settings.steps} steps{guidance}, seed {o.seed}): {out}")
+        if out.suffix != ".png":
+            say(f"score:    residua score {out} --reference {shlex.quote(_trained_on(o.model))}")
+
+
+def _default_out(o: SampleOptions, settings: Any) -> Path:
+    """RUN/samples/NAME, or samples/NAME for weights elsewhere."""
+    run = Path(o.model).expanduser()
+    home = run / "samples" if (run / "checkpoints").is_dir() else Path("samples")
+    parts = [settings.sampler, str(settings.steps), f"seed{o.seed}"]
+    if settings.classes:
+        parts.append(f"guidance{o.guidance:g}")
+    return home / "-".join(parts)
+
+
+def _trained_on(model: str) -> str:
+    from residua.train.options import trained_on
+
+    return trained_on(model) or "DATA"

@@ -1,0 +1,256 @@
+"""What the features of a diffusion model are worth, by layer and noise level.
+
+A diffusion model sees noised images: `x_t = a(t) x_0 + s(t) eps`. Its features of an image are those of x_t at a level
+t, without a label, and where they are best, in depth and in noise, has to be found: every layer at every level is a
+candidate, and held-out training images choose. Noise levels take the place of read-outs: "t=0.05".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from residua.data import DataError, Preprocessing, Source, Splits, load, mixing, rng
+from residua.data.autoencoder import Autoencoder, open_autoencoder
+from residua.data.feed import OnBadImage
+from residua.nn import SiT, UViT, create_model
+from residua.nn.diffusion import noised, process_config
+
+from . import suite
+from .cache import weights_hash
+from .features import Cache, Layers, Subject, View, open_cache, open_feed, pick_split, pixel_subject, read_features
+from .protocols import PROTOCOLS, ProbeResult, Protocol, resolve_recipe
+from .reading import Column, Reader, frozen, resolve_layers, undisturbed
+from .report import MODEL, PIXELS, RANDOM, Report
+
+TIMES = (0.02, 0.05, 0.1, 0.2, 0.4)
+"""Noise levels that are looked at unless told."""
+
+
+def is_diffusion(model: nn.Module) -> bool:
+    return isinstance(model, UViT | SiT)
+
+
+def level(t: float) -> str:
+    """A noise level's name."""
+    return f"t={t:g}"
+
+
+def block_names(model: Any) -> list[str]:
+    """The steps that end a block, first to last."""
+    return [step.name for step in model.steps() if step.name.endswith(".mlp")]
+
+
+@dataclass(frozen=True)
+class NoisedReader:
+    """Mean of the patch tokens after some blocks, of images noised to some levels; keyed by `Column`.
+
+    The noise of an image depends on the seed and the image's number, and is the same at all levels.
+    """
+
+    model: Any
+    columns: Sequence[Column]
+    seed: int
+    autoencoder: Autoencoder | None = None
+    numbered = True
+
+    def __call__(self, images: Tensor, index: Tensor) -> dict[Any, Tensor]:
+        with torch.autocast(images.device.type, enabled=False):
+            x_0 = images if self.autoencoder is None else self.autoencoder.encode(images)
+            eps = mixing.normal(rng.uniform(self.seed, 0, index, x_0[0].numel(), "probe")).view_as(x_0)
+        out: dict[Any, Tensor] = {}
+        for name in dict.fromkeys(name for name, _ in self.columns):
+            self._read(name, x_0, eps, out)
+        return out
+
+    def _read(self, name: str, x_0: Tensor, eps: Tensor, out: dict[Any, Tensor]) -> None:
+        model = self.model
+        wanted = {block_names(model)[layer]: layer for own, layer in self.columns if own == name}
+        t = x_0.new_full((len(x_0),), float(name.removeprefix("t=")))
+        with torch.autocast(x_0.device.type, enabled=False):
+            x_t = noised(model.process, x_0, eps, t)
+
+        def tap(step: str, stream: Tensor) -> None:
+            if step in wanted:
+                out[name, wanted[step]] = stream[:, model.num_prefix_tokens :].float().mean(1)
+
+        model.forward_features(x_t, model.process.time_input(t), tap=tap)
+
+
+def noised_subject(
+    model: Any, layers: Sequence[int], times: Sequence[float], seed: int, autoencoder: Autoencoder | None = None
+) -> Subject:
+    """Layers x noise levels of a diffusion model."""
+
+    def reader(columns: Sequence[Column]) -> Reader:
+        return NoisedReader(model, columns, seed, autoencoder)
+
+    def identity() -> dict[str, Any]:
+        from residua import __version__
+
+        space = autoencoder.space.to_dict() if autoencoder else None
+        own = {"process": process_config(model.process), "autoencoder": space, "noise": seed}
+        return {"weights": weights_hash(model), "config": model.config, "residua": __version__} | own
+
+    return Subject(reader, [(level(t), i) for t in times for i in layers], identity)
+
+
+def evaluate_diffusion(
+    model: nn.Module,
+    data: str | Splits,
+    *,
+    times: Sequence[float] = TIMES,
+    layers: Layers = "all",
+    knn: bool = True,
+    probe: Protocol | None = "simple",
+    rank: bool = False,
+    k: int | Sequence[int] = 20,
+    temperature: float = 0.07,
+    learning_rates: Sequence[float] | None = None,
+    weight_decays: Sequence[float] | None = None,
+    epochs: int | None = None,
+    views: int = 3,
+    baselines: bool = True,
+    batch_size: int = 256,
+    device: str | torch.device | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    bf16: bool = False,
+    on_bad_image: OnBadImage = "error",
+    accelerator: Any = None,
+    cache: Cache = None,
+) -> Report:
+    """Score the frozen features of a diffusion model, blocks x noise levels, beside the untrained model and pixels.
+
+    One pass over the images computes all; all heads of the probe train together, and (layer, t) is chosen on held-out
+    training images: `report.value("linear probe")` is the chosen one's, on test images. `times` are noise levels in
+    (0, 1); other options are those of `residua.evaluate.evaluate`, and features are the mean of the patch tokens.
+
+    >>> report = evaluate_diffusion(residua.load("runs/d"), "cifar100", probe="lbfgs")
+    >>> report.value("linear probe"), best(report)
+    """
+    model = accelerator.unwrap_model(model) if accelerator is not None else model
+    device = accelerator.device if device is None and accelerator is not None else device
+    data = load(data) if isinstance(data, str) else data
+    levels = check_times(times)
+    view = View(_preprocessing(model, data.train), batch_size, seed=seed, bf16=bf16)
+    options = {"learning_rates": learning_rates, "weight_decays": weight_decays, "epochs": epochs}
+    _check_probe(probe, len(data.train), options)
+    chosen = resolve_layers(layers, len(block_names(model)))
+    results: dict[str, ProbeResult | None] = {}
+    with frozen(model, device) as where:
+        space = getattr(model, "autoencoder", None)
+        autoencoder = open_autoencoder(space, where) if space else None
+        readers = {MODEL: noised_subject(model, chosen, levels, seed, autoencoder)}
+        if baselines:
+            fresh = untrained(model, seed).to(where)
+            readers[RANDOM] = noised_subject(fresh, chosen[-1:], levels, seed, autoencoder)
+            readers[PIXELS] = pixel_subject(16)
+        open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image)
+        read = partial(read_features, readers, open_with=open_with, cache=open_cache(cache), on_bad_image=on_bad_image)
+        seen = {"train": views if probe == "cached" and data.train.labels is not None else 0, "test": 0}
+        sources = {name: pick_split(data, name, limit, seed) for name in seen}
+        whole = {name: read(s, view=replace(view, views=seen[name])) for name, s in sources.items() if s is not None}
+    subjects = {name: (whole["train"][name], whole.get("test", {}).get(name)) for name in readers}
+    subjects, labelled, note = suite.test_set(subjects, seed)
+    if not labelled:
+        raise DataError(f"{data.name} has no labels of two classes or more: there is nothing to probe for")
+    if probe is not None:
+        results = suite.probe_features(subjects, probe, options | {"seed": seed, "device": where})
+    train, test = subjects[MODEL]
+    report = Report(
+        data=data.name, readout=", ".join(map(level, levels)), layers=chosen, img_size=view.preprocessing.img_size,
+        n_train=len(train), n_test=0 if test is None else len(test), test=note, seed=seed,
+    )  # fmt: skip
+    if knn:
+        suite.add_knn(report, subjects, k, temperature, where)
+    for name, result in results.items():
+        suite.add_probe(report, name, subjects[name][0], result, str(probe))
+    if rank:
+        suite.add_rank(report, subjects, geometry=False)
+    return report
+
+
+def check_times(times: Sequence[float]) -> list[float]:
+    """Noise levels in order, each once."""
+    if not times or not all(0 < t < 1 for t in times):
+        raise ValueError(f"noise levels {', '.join(map(str, times)) or 'none'}: give numbers between 0 and 1")
+    return sorted(set(times))
+
+
+def _check_probe(probe: str | None, n: int, options: dict[str, Any]) -> None:
+    if probe == "mae":
+        raise ValueError("the mae probe sees new views in every epoch; of diffusion models: simple, cached, lbfgs")
+    if probe is not None and probe not in PROTOCOLS:
+        raise ValueError(f"unknown probe protocol {probe!r}; there are {', '.join(PROTOCOLS)}")
+    if probe is not None:
+        resolve_recipe(probe, n, **options)
+
+
+def _preprocessing(model: nn.Module, train: Source) -> Preprocessing:
+    """The model's own, checked against the images."""
+    if not is_diffusion(model):
+        raise ValueError(f"a {type(model).__name__} is no diffusion model: residua.evaluate.evaluate scores it")
+    own: Any = getattr(model, "preprocessing", None)
+    if own is None or getattr(model, "process", None) is None:
+        raise ValueError("this model lacks a process or preprocessing: set model.process and model.preprocessing")
+    if train.channels != own.in_chans:
+        raise DataError(f"{train.name} has {train.channels} channels, the model takes {own.in_chans}")
+    return own
+
+
+def untrained(model: Any, seed: int = 0) -> Any:
+    """The same architecture at random initialisation, its branches too."""
+    with undisturbed(seed):
+        fresh: Any = create_model(**model.config | {"zero_init": False}).eval()
+    fresh.process = model.process
+    return fresh
+
+
+def best(report: Report, metric: str = "linear probe") -> tuple[int, str]:
+    """Layer and noise level: those that held-out images chose for the probe; the highest of another metric."""
+    own = [s for s in report.scores if (s.metric, s.subject) == (metric, MODEL)]
+    if not own:
+        raise KeyError(f"no {metric!r} in this report")
+    sound = [s for s in own if not math.isnan(s.value)] or own
+    top = max(sound, key=lambda s: (s.settings.get("selected", False), s.value))
+    return top.layer, str(top.settings["readout"])
+
+
+def grid(report: Report, metric: str = "linear probe") -> dict[int, dict[str, float]]:
+    """Layer -> noise level -> value; of several k of kNN the smallest."""
+    found: dict[int, dict[str, float]] = {layer: {} for layer in report.layers}
+    for s in report.scores:
+        if (s.metric, s.subject) == (metric, MODEL):
+            found[s.layer].setdefault(str(s.settings["readout"]), s.value)
+    return found
+
+
+def grid_table(report: Report, metric: str = "linear probe") -> Table:
+    """Layers down, noise levels across; the one to quote is marked."""
+    levels, star = report.readout.split(", "), best(report, metric)
+    own = next(s for s in report.scores if (s.metric, s.subject) == (metric, MODEL))
+    chosen = "chosen on held-out training images" if metric == "linear probe" else "highest on test images: flattering"
+    title = f"{own.name}, {own.unit}: {report.data}, {report.n_train:,} train and {report.n_test:,} test images"
+    table = Table(
+        title=title, caption=f"(*) {chosen}; mean of patch tokens", title_justify="left", caption_justify="left"
+    )
+    for heading in ("layer", *levels):
+        table.add_column(heading, justify="right")
+    for layer, row in grid(report, metric).items():
+        cells = [f"{row.get(name, math.nan):.1f}{' *' * ((layer, name) == star)}" for name in levels]
+        table.add_row(str(layer), *cells, end_section=layer == report.layers[-1])
+    fresh = {s.settings["readout"]: s for s in report.scores if (s.metric, s.subject) == (metric, RANDOM)}
+    plain = [s for s in report.scores if (s.metric, s.subject) == (metric, PIXELS)]
+    if fresh:
+        table.add_row(f"{RANDOM}, last", *(f"{fresh[name].value:.1f}" for name in levels))
+    if plain:
+        table.add_row(PIXELS, f"{plain[0].value:.1f}", *[""] * (len(levels) - 1))
+    return table

@@ -1,0 +1,240 @@
+"""Images from a diffusion model.
+
+Image i is a function of the weights, the settings and (seed, i): noise comes from `residua.data.rng`, so any part of a
+set of samples can be made anywhere, in any order, and made again; batches of another size differ in rounding alone.
+This stands in `train`, not in `nn`, because of that noise, and because training shows samples as it goes.
+
+Precision: a VP model's prediction at t = 1 is divided by a(1) = 0.007 to become an image, so an error of half precision
+(1e-2) comes out larger than the image itself. Networks run in float32 unless told otherwise, and with `bf16` still do
+wherever a(t) < 0.1.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from residua.data import mixing, rng
+from residua.data.autoencoder import open_autoencoder
+from residua.nn import SiT, UViT
+from residua.nn.diffusion import SAMPLERS, VP, Denoiser, Process, Steps, clipped, guided, times
+
+Progress = Callable[[int, int], None]
+STEPS = {"euler-maruyama": 1000}  # of a sampler, unless told; 50 of the others
+_SAFE = 0.1  # least a(t) at which half precision will do
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How samples are made."""
+
+    sampler: str = "dpm-solver"
+    steps: int | None = None
+    """None: 1,000 for Euler-Maruyama, 50 for the others."""
+    guidance: float = 1.0
+    """Classifier-free: 1 is the model of the class itself, more exaggerates it, 0 ignores the label."""
+    classes: tuple[int | str, ...] = ()
+    """Numbers or names, dealt out in turn: image i is of class `i mod len(classes)`; none: all of them."""
+    seed: int = 0
+    spacing: Steps | None = None
+    """Of the times: "uniform" in t, or in the logarithm of the signal-to-noise ratio, "logsnr"; None: the latter for
+    the deterministic samplers of a VP model. There 50 uniform steps end with one from t = 0.02, which smooths away
+    what is finer than s(0.02) = 0.08: with the exact denoiser, white noise of deviation 0.1 comes out at 0.08, and with
+    logsnr at 0.10."""
+    clip: bool | None = None
+    """Keep x_0 in [-1, 1] at every step, as DDPM does: without it a model trained too little makes noise. None: for
+    pixels, not for latents."""
+    bf16: bool = False
+
+
+def check_sampling(model: nn.Module, settings: Sampling) -> Sampling:
+    """Settings with everything chosen, or an error that says what does not fit the model."""
+    if not isinstance(model, UViT | SiT):
+        raise ValueError(f"a {type(model).__name__} makes no samples: give a diffusion model (residua diffuse)")
+    if getattr(model, "process", None) is None:
+        raise ValueError("this model does not say which process it belongs to: set model.process, to VP() or Flow()")
+    if settings.sampler not in SAMPLERS:
+        near = difflib.get_close_matches(settings.sampler, SAMPLERS, n=2, cutoff=0.4) or list(SAMPLERS)
+        raise ValueError(f"no sampler named {settings.sampler!r}; did you mean {' or '.join(near)}?")
+    steps = STEPS.get(settings.sampler, 50) if settings.steps is None else settings.steps
+    if steps < 1 or settings.guidance < 0:
+        raise ValueError(f"steps {steps} and guidance {settings.guidance}: expected at least 1 and at least 0")
+    if settings.clip is None:
+        settings = replace(settings, clip=getattr(model, "autoencoder", None) is None)
+    if settings.spacing is None:
+        deterministic = settings.sampler != "euler-maruyama" and isinstance(model.process, VP)
+        settings = replace(settings, spacing="logsnr" if deterministic else "uniform")
+    if model.num_classes is None:
+        if settings.classes or settings.guidance != 1.0:
+            raise ValueError("this model was trained without labels: it takes neither classes nor guidance")
+        return replace(settings, steps=steps)
+    return replace(settings, steps=steps, classes=_numbers(model, settings.classes))
+
+
+def _numbers(model: Any, classes: Sequence[int | str]) -> tuple[int, ...]:
+    """Labels of classes by number or name; of all, where none are given."""
+    names: list[str] = list(getattr(model, "classes", None) or [])
+    found = []
+    for given in classes:
+        if str(given) in names:
+            found.append(names.index(str(given)))
+        elif str(given).lstrip("-").isdigit():
+            found.append(int(given))
+        else:
+            near = difflib.get_close_matches(str(given), names, n=3, cutoff=0.4) or names[:5]
+            raise ValueError(f"no class named {given!r}; did you mean {', '.join(near) or 'a number'}?")
+    wrong = [label for label in found if not 0 <= label < model.num_classes]
+    if wrong:
+        raise ValueError(f"class {wrong[0]} was asked for; the model has {model.num_classes}, 0 to "
+                         f"{model.num_classes - 1}")  # fmt: skip
+    return tuple(found) or tuple(range(model.num_classes))
+
+
+def labels_of(index: Tensor, settings: Sampling) -> Tensor | None:
+    """Class (B,) of every image, where there are classes; `settings` are checked ones."""
+    if not settings.classes:
+        return None
+    table = torch.tensor([int(label) for label in settings.classes], device=index.device)
+    return table[index % len(table)]
+
+
+@torch.no_grad()
+def generate(model: Any, index: Tensor, settings: Sampling, progress: Progress | None = None) -> Tensor:
+    """Images `index` (B,) under checked settings: uint8 (B, C, H, W). Where memory runs out, in halves."""
+    try:
+        return _pixels(model, _solve(model, index, settings, progress))
+    except torch.OutOfMemoryError:
+        if len(index) == 1:
+            raise
+    torch.cuda.empty_cache()
+    return torch.cat([generate(model, part, settings, progress) for part in index.chunk(2)])
+
+
+def _solve(model: Any, index: Tensor, settings: Sampling, progress: Progress | None) -> Tensor:
+    """From noise to x_0 (B, C, h, w)."""
+    process, shape = model.process, (len(index), model.in_chans, *model.img_size)
+
+    def noise(step: int) -> Tensor:
+        """Of x_1 for step -1, and what a stochastic sampler adds in a step."""
+        u = rng.uniform(settings.seed, step + 1, index, math.prod(shape[1:]), "sample")
+        return mixing.normal(u).reshape(shape)
+
+    y = labels_of(index, settings)
+    denoise = _denoiser(model, process, None if settings.guidance == 0 else y, settings.bf16)
+    if y is not None and settings.guidance not in (0, 1):
+        denoise = guided(denoise, _denoiser(model, process, None, settings.bf16), settings.guidance)
+    if settings.clip:
+        denoise = clipped(denoise, process)
+    assert settings.steps is not None
+    assert settings.spacing is not None
+    grid = times(process, settings.steps, settings.spacing)
+    own = {"noise": noise} if settings.sampler == "euler-maruyama" else {}
+    return SAMPLERS[settings.sampler](denoise, process, noise(-1), grid, progress, **own)
+
+
+def _denoiser(model: Any, process: Process, y: Tensor | None, bf16: bool) -> Denoiser:
+    def denoise(x: Tensor, t: Tensor) -> Tensor:
+        half = bf16 and float(process.a(t[0])) > _SAFE
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
+            return model(x, process.time_input(t), *(() if y is None else (y,))).float()
+
+    return denoise
+
+
+def _pixels(model: Any, x: Tensor) -> Tensor:
+    """x_0 to uint8 (B, C, H, W)."""
+    space = getattr(model, "autoencoder", None)
+    if space is not None:
+        x = torch.cat([open_autoencoder(space, x.device).decode(part) for part in x.split(16)])
+    if model.preprocessing is None:
+        raise ValueError("this model does not say how its numbers become pixels: set model.preprocessing")
+    return (model.preprocessing.denormalize(x) * 255).round().to(torch.uint8)
+
+
+def default_batch(model: Any, device: torch.device) -> int:
+    """Images at once: what keeps a GPU busy, less where images have many patches."""
+    tokens = model.grid[0] * model.grid[1]
+    return max(8, min(1024, 2**17 // tokens)) if device.type != "cpu" else 64
+
+
+def sample(
+    model: nn.Module,
+    n: int,
+    *,
+    settings: Sampling | None = None,
+    first: int = 0,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Tensor:
+    """Images `first` to `first + n - 1` of a diffusion model: uint8 (n, C, H, W), on the CPU.
+
+    Options are those of `Sampling`: sampler ("dpm-solver", "ddim", "heun", "euler-maruyama"), steps, guidance, classes
+    (numbers or names), seed, spacing, bf16.
+
+    >>> images = residua.sample(residua.load("runs/d"), 64, steps=25, classes=("cat",), guidance=2.0)
+    """
+    if n < 1 or first < 0 or (batch_size is not None and batch_size < 1):
+        raise ValueError(f"{n} images from number {first}, {batch_size} at once: expected positive numbers")
+    chosen = check_sampling(model, replace(settings or Sampling(), **options))
+    with evaluating(model, device) as where:
+        done: list[Tensor] = []
+        for index in torch.arange(first, first + n, device=where).split(batch_size or default_batch(model, where)):
+            before = sum(map(len, done))
+            done.append(generate(model, index, chosen, within(progress, before, len(index), n)).cpu())
+    return torch.cat(done)
+
+
+def within(progress: Progress | None, before: int, batch: int, total: int) -> Progress | None:
+    """Steps of a sampler as images of the whole."""
+    if progress is None:
+        return None
+    return lambda step, steps: progress(before + batch * step // steps, total)
+
+
+@contextmanager
+def evaluating(model: nn.Module, device: str | torch.device | None = None) -> Iterator[torch.device]:
+    """The model in evaluation mode, on `device` where one is given, and in float32 proper; put back afterwards."""
+    home, training = next(model.parameters()).device, model.training
+    where = home if device is None else torch.device(device)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    model.eval().to(where)
+    try:
+        yield where
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        model.train(training).to(home)
+
+
+def grid_image(images: Tensor, columns: int | None = None) -> Tensor:
+    """uint8 (n, C, H, W) side by side, two pixels apart: (C, rows, columns)."""
+    n, channels, height, width = images.shape
+    columns = columns or math.ceil(math.sqrt(n))
+    rows = -(-n // columns)
+    sheet = images.new_full((channels, rows * (height + 2) - 2, columns * (width + 2) - 2), 255)
+    for i, image in enumerate(images):
+        top, left = i // columns * (height + 2), i % columns * (width + 2)
+        sheet[:, top : top + height, left : left + width] = image
+    return sheet
+
+
+def save_png(image: Tensor, path: Path) -> None:
+    """uint8 (C, H, W), grey or colour; the file is whole or not there."""
+    if image.shape[0] not in (1, 3):
+        raise ValueError(f"an image of {image.shape[0]} channels is no PNG: write a .npz file instead")
+    array = image.permute(1, 2, 0).squeeze(2).numpy() if image.shape[0] == 1 else image.permute(1, 2, 0).numpy()
+    part = path.with_name(f".{path.name}.part")
+    Image.fromarray(array).save(part, format="PNG")
+    os.replace(part, path)

@@ -1,0 +1,201 @@
+"""Latents: encoded once, flipped, drawn and scaled; and the autoencoders they come from."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import residua
+from residua.data import DataError, Feed, autoencoder
+from residua.data.autoencoder import Autoencoder, LatentSpace, open_autoencoder
+from residua.data.latents import latent_view, latents_of
+
+CPU = torch.device("cpu")
+
+
+class StandIn(nn.Module):
+    """Encodes to means over 4 x 4 pixels, with deviation 0.1 or certain, and decodes by repeating them."""
+
+    def __init__(self, certain: bool = False) -> None:
+        super().__init__()
+        self.weight, self.certain, self.calls = nn.Parameter(torch.ones(1)), certain, 0
+        self.config = {"scaling_factor": 0.5, "shift_factor": 0.25}
+
+    def encode(self, x: Tensor) -> Any:
+        self.calls += 1
+        mean = F.avg_pool2d(x, 4) * self.weight
+        if self.certain:
+            return SimpleNamespace(latents=mean)
+        return SimpleNamespace(latent_dist=SimpleNamespace(mean=mean, std=torch.full_like(mean, 0.1)))
+
+    def decode(self, z: Tensor) -> Any:
+        return SimpleNamespace(sample=F.interpolate(z, scale_factor=4.0))
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Autoencoder:
+    """What opening any autoencoder by name gives."""
+    found = Autoencoder(StandIn(), "stand-in")
+    monkeypatch.setattr(autoencoder, "_open", lambda name: found)
+    return found
+
+
+def source(n: int = 10) -> Any:
+    return residua.data.load(f"shapes?n={n}&size=16").train
+
+
+def batch(latents: Any, n: int) -> Any:
+    return Feed(latents, CPU, img_size=4, resident=True).gather(torch.arange(n))
+
+
+def test_what_is_known_of_an_autoencoder_is_read_off_it() -> None:
+    space = Autoencoder(StandIn(), "stand-in").space
+    assert (space.channels, space.factor, space.scale, space.shift) == (3, 4, 0.5, 0.25)
+    assert LatentSpace(**space.to_dict()) == space
+    images = torch.rand(2, 3, 16, 16).round()
+    whole = F.interpolate(F.avg_pool2d(images, 4), scale_factor=4.0)
+    own = Autoencoder(StandIn(), "stand-in")
+    assert torch.allclose(own.encode(images), (F.avg_pool2d(images, 4) - 0.25) * 0.5)
+    assert torch.allclose(own.decode(own.encode(images)), whole, atol=1e-6)
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_image_and_mirror_image_are_encoded_once(tmp_path: Path, certain: bool) -> None:
+    images, own = source(), Autoencoder(StandIn(certain), "stand-in")
+    latents = latents_of(images, own, 16, tmp_path, CPU)
+    calls = own.model.calls
+    again = latents_of(images, own, 16, tmp_path, CPU)
+    assert own.model.calls == calls
+    assert len(again) == 10
+    assert again.labels.tolist() == images.labels.tolist()
+    assert latents.channels == (6 if certain else 12)
+    pixels = torch.from_numpy(images.array()).permute(0, 3, 1, 2) / 127.5 - 1
+    mean = F.avg_pool2d(pixels, 4)
+    kept = batch(latents, 10)
+    plain, mirror = kept.pixels.chunk(2, dim=1)
+    assert torch.allclose(plain[:, :3], mean, atol=2e-3)
+    assert torch.allclose(mirror[:, :3], mean.flip(-1), atol=2e-3)
+    assert list(p.name for p in tmp_path.iterdir()) == [latents.fingerprint()]
+
+
+def test_a_view_flips_half_draws_and_scales(tmp_path: Path) -> None:
+    images, own = source(64), Autoencoder(StandIn(), "stand-in")
+    kept = batch(latents_of(images, own, 16, tmp_path, CPU), 64)
+    mean, mirror = kept.pixels[:, :3], kept.pixels[:, 6:9]
+    options: dict[str, Any] = {"seed": 3, "flip": True}
+    x = latent_view(kept, 3, 0.25, 0.5, epoch=torch.zeros(64).long(), **options)
+    back = x / 0.5 + 0.25
+    straight, turned = ((back - m).abs().mean((1, 2, 3)) for m in (mean, mirror))
+    nearer = torch.minimum(straight, turned)
+    assert float(nearer.mean()) == pytest.approx(0.1 * (2 / torch.pi) ** 0.5, rel=0.1)
+    assert 16 < int((straight < turned).sum()) < 48
+    assert torch.equal(x, latent_view(kept, 3, 0.25, 0.5, epoch=torch.zeros(64).long(), **options))
+    assert not torch.equal(x, latent_view(kept, 3, 0.25, 0.5, epoch=torch.ones(64).long(), **options))
+
+
+def test_other_images_sizes_or_weights_are_other_latents(tmp_path: Path) -> None:
+    own, other = Autoencoder(StandIn(), "a"), StandIn()
+    nn.init.constant_(other.weight, 2.0)
+    keys = [
+        latents_of(images, coder, side, tmp_path, CPU).fingerprint()
+        for images, coder, side in [
+            (source(), own, 16), (source(9), own, 16), (source(), own, 8), (source(), Autoencoder(other, "a"), 16)
+        ]
+    ]  # fmt: skip
+    assert len(set(keys)) == 4
+
+
+def test_stopped_while_encoding_nothing_is_left(tmp_path: Path) -> None:
+    own = Autoencoder(StandIn(), "a")
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        latents_of(source(), own, 16, tmp_path, CPU, progress=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_grey_images_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="colour"):
+        latents_of(residua.data.load("digits").train, Autoencoder(StandIn(), "a"), 8, tmp_path, CPU)
+
+
+def test_a_model_learns_latents_samples_images_and_is_probed(
+    tmp_path: Path, stand_in: Autoencoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from residua.evaluate.diffusion import evaluate_diffusion
+    from residua.train import fit
+    from residua.train.diffuse import prepare
+    from residua.train.diffuse_config import Diffuse
+
+    monkeypatch.setenv("RESIDUA_DATA", str(tmp_path / "cache"))
+    config = Diffuse().override(
+        data="shapes?n=32&size=16&classes=2", latents="any", patch_size=2, embed_dim=16, depth=2, num_heads=2, steps=4,
+        batch_size=8, cpu=True, trackers=(), out=str(tmp_path / "run"), sample_every=0.5, samples=2,
+    )  # fmt: skip
+    session = prepare(config)
+    assert (session.model.img_size, session.model.in_chans) == ((4, 4), 3)
+    objective: Any = session.objective()
+    x_0 = objective.draw(session.feed.gather(torch.arange(8)), torch.zeros(8).long())[0]
+    assert x_0.shape == (8, 3, 4, 4)
+    fit(session, session.hooks())
+    model: Any = residua.load(tmp_path / "run")
+    assert model.autoencoder == stand_in.space
+    assert model.preprocessing.img_size == (16, 16)
+    images = residua.sample(model, 3, steps=2)
+    assert images.shape == (3, 3, 16, 16)
+    blocks = images.unfold(2, 4, 4).unfold(3, 4, 4)
+    assert torch.equal(blocks.amax((-1, -2)), blocks.amin((-1, -2)))  # it decodes by repeating
+    report = evaluate_diffusion(model, "shapes?n=32&size=16&classes=2", probe="lbfgs", times=(0.1,), layers="last")
+    assert 0 <= report.value("linear probe") <= 100
+    nn.init.constant_(stand_in.model.weight, 3.0)
+    other = Autoencoder(stand_in.model, "stand-in")
+    monkeypatch.setattr(autoencoder, "_open", lambda name: other)
+    with pytest.raises(DataError, match="other weights"):
+        residua.sample(model, 1, steps=1)
+
+
+def test_without_diffusers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    autoencoder._open.cache_clear()
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(DataError, match=r"residua\[latents\]"):
+        open_autoencoder("some/vae")
+
+
+@pytest.mark.parametrize("kind", ["AutoencoderKL", "AutoencoderTiny"])
+def test_diffusers_autoencoders(tmp_path: Path, kind: str) -> None:
+    diffusers = pytest.importorskip("diffusers", reason="the extra 'latents' is not installed")
+    torch.manual_seed(0)
+    if kind == "AutoencoderKL":
+        made = diffusers.AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+            block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, scaling_factor=0.18215,
+        )  # fmt: skip
+    else:
+        made = diffusers.AutoencoderTiny(
+            encoder_block_out_channels=(8, 8), decoder_block_out_channels=(8, 8), num_encoder_blocks=(1, 1),
+            num_decoder_blocks=(1, 1), latent_channels=4,
+        )  # fmt: skip
+    made.save_pretrained(tmp_path / "vae")
+    own = open_autoencoder(str(tmp_path / "vae"))
+    assert (own.space.channels, own.space.factor) == (4, 2)
+    assert own.space.scale == (0.18215 if kind == "AutoencoderKL" else 1.0)
+    assert own.decode(own.encode(torch.zeros(2, 3, 16, 16))).shape == (2, 3, 16, 16)
+    latents = latents_of(source(), own, 16, tmp_path / "cache", CPU)
+    assert latents.channels == (16 if kind == "AutoencoderKL" else 8)
+    images = torch.from_numpy(source().array()).permute(0, 3, 1, 2) / 127.5 - 1
+    assert np.allclose(batch(latents, 10).pixels[:, :4], own.moments(images)[0].numpy(), atol=5e-3)
+    assert open_autoencoder(own.space) is own
+    inner = tmp_path / "pipeline"
+    made.save_pretrained(inner / "vae")
+    assert open_autoencoder(str(inner)).space.weights == own.space.weights
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(DataError, match="cannot be opened"):
+        open_autoencoder(str(tmp_path / "nothing"))

@@ -1,0 +1,127 @@
+"""Features of diffusion models: what is read at a noise level, and what is chosen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import residua
+from residua import cli
+from residua.data import DataError, Preprocessing, mixing, rng
+from residua.evaluate.diffusion import NoisedReader, best, block_names, evaluate_diffusion, grid, grid_table
+from residua.nn.diffusion import VP, Flow
+from residua.train.checkpoint import write_checkpoint
+
+DATA = "shapes?n=120&size=16&test=60&classes=3"
+
+
+def network(name: str = "uvit", **options: Any) -> Any:
+    torch.manual_seed(0)
+    shape = {"img_size": 16, "patch_size": 4, "in_chans": 3, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    model: Any = residua.create_model(name, **shape | {"zero_init": False} | options).eval()
+    model.process = VP() if name == "uvit" else Flow()
+    model.preprocessing = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3)
+    return model
+
+
+@pytest.mark.parametrize("name", ["uvit", "sit"])
+def test_a_feature_is_the_mean_of_patches_of_the_noised_image(name: str) -> None:
+    model = network(name, num_classes=3)
+    x, index, t = torch.rand(4, 3, 16, 16) * 2 - 1, torch.tensor([3, 8, 100, 5]), 0.2
+    read = NoisedReader(model, [("t=0.2", 0), ("t=0.2", 1), ("t=0.05", 1)], seed=7)
+    with torch.no_grad():
+        found = read(x, index)
+        eps = mixing.normal(rng.uniform(7, 0, index, x[0].numel(), "probe")).view_as(x)
+        times = torch.full((4,), t)
+        x_t = model.process.a(times[0]) * x + model.process.s(times[0]) * eps
+        taps: dict[str, Any] = {}
+        model.forward_features(x_t, 999 * times, torch.full((4,), 3), tap=taps.__setitem__)  # 3: no label
+    assert set(found) == {("t=0.2", 0), ("t=0.2", 1), ("t=0.05", 1)}
+    for layer in (0, 1):
+        stream = taps[block_names(model)[layer]][:, model.num_prefix_tokens :]
+        assert torch.allclose(found["t=0.2", layer], stream.mean(1), atol=1e-5)
+    assert not torch.allclose(found["t=0.05", 1], found["t=0.2", 1], atol=1e-3)
+
+
+def test_blocks_are_counted_through_both_halves() -> None:
+    assert block_names(network()) == ["in_blocks.0.mlp", "mid_block.mlp", "out_blocks.0.mlp"]
+    assert block_names(network("sit")) == ["blocks.0.mlp", "blocks.1.mlp"]
+
+
+def test_features_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    model = network()
+    options: dict[str, Any] = {"probe": "lbfgs", "times": (0.1, 0.3), "baselines": False}
+    one = evaluate_diffusion(model, DATA, batch_size=128, cache=tmp_path, **options)
+    other = evaluate_diffusion(model, DATA, batch_size=7, **options)
+    again = evaluate_diffusion(model, DATA, batch_size=128, cache=tmp_path, **options)
+    values = [[s.value for s in r.scores] for r in (one, other, again)]
+    assert values[0] == values[2]
+    assert values[1] == pytest.approx(values[0], abs=4)  # rounding may turn an image or two
+    assert any(tmp_path.iterdir())
+
+
+def test_layer_and_noise_are_chosen_on_held_out_training_images() -> None:
+    report = evaluate_diffusion(network(), DATA, probe="lbfgs", times=(0.02, 0.1, 0.9), rank=True)
+    table = grid(report)
+    assert list(table) == [0, 1, 2]
+    assert list(table[0]) == ["t=0.02", "t=0.1", "t=0.9"]
+    result = report.probes["model"]
+    held = {(h["layer"], h["readout"]): 0.0 for h in result["grid"]}
+    assert set(held) == {(layer, t) for layer in table for t in table[0]}
+    assert best(report) == (result["best"]["layer"], result["best"]["readout"])
+    assert report.value("linear probe") == table[best(report)[0]][best(report)[1]]
+    subjects = {s.subject for s in report.scores}
+    assert subjects == {"model", "random init", "pixels"}
+    assert grid_table(report).row_count == grid_table(report, "kNN").row_count == 5
+    json.loads(report.to_json())
+
+
+def test_a_little_noise_costs_less_than_much() -> None:
+    """Nothing of an image is left at t = 0.99: its features cannot know the class."""
+    model = network(in_chans=1, img_size=8, patch_size=2, embed_dim=32)
+    model.preprocessing = Preprocessing((8, 8), (0.5,), (0.5,), 1)
+    report = evaluate_diffusion(model, "digits", probe="lbfgs", times=(0.02, 0.99), layers=[0], baselines=False)
+    row = grid(report)[0]
+    assert row["t=0.02"] > 50
+    assert row["t=0.99"] < 20
+
+
+@pytest.mark.parametrize("probe", ["simple", "cached"])
+def test_other_protocols(probe: Any) -> None:
+    options: dict[str, Any] = {"epochs": 3, "learning_rates": (1e-2,), "times": (0.05,), "baselines": False}
+    report = evaluate_diffusion(network(), DATA, probe=probe, knn=False, views=1, **options)
+    assert 0 <= report.value("linear probe") <= 100
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        evaluate_diffusion(network(), DATA, times=(0.5, 1.5))
+    with pytest.raises(ValueError, match="new views"):
+        evaluate_diffusion(network(), DATA, probe="mae")
+    with pytest.raises(ValueError, match="no diffusion model"):
+        evaluate_diffusion(residua.create_model("vit_nano", img_size=16, patch_size=4), DATA)
+    with pytest.raises(DataError, match="1 channels"):
+        evaluate_diffusion(network(), "digits")
+    with pytest.raises(ValueError, match="do not exist"):
+        evaluate_diffusion(network(), DATA, layers=[3])
+    lost = network()
+    lost.process = None
+    with pytest.raises(ValueError, match="lacks a process"):
+        evaluate_diffusion(lost, DATA)
+
+
+def test_the_command_writes_tables_figure_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path, 1, network(), {})
+    args = ["evaluate", str(tmp_path), "--data", DATA, "--device", "cpu", "--probe", "lbfgs"]
+    assert cli.main([*args, "--times", "0.05", "0.3"]) == 0
+    out = capsys.readouterr().out
+    assert "t=0.05" in out
+    assert "t=0.3" in out
+    stored = json.loads((tmp_path / "evaluation.json").read_text())
+    assert stored["readout"] == "t=0.05, t=0.3"
+    assert (tmp_path / "evaluation-probe.png").exists()
+    assert (tmp_path / "evaluation-knn.png").exists()
+    assert cli.main([*args, "--geometry"]) == 2
+    assert "--geometry is not for diffusion models" in capsys.readouterr().err

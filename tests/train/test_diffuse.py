@@ -1,0 +1,333 @@
+"""Training of diffusion models: the objective by its definition, whole runs, and what is refused."""
+
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drive import STEPS, differences, small_diffusion, start, train, train_rank
+from PIL import Image
+from torch import Tensor, nn
+
+import residua
+from residua.data import Batch, DataError
+from residua.nn import UViT
+from residua.nn.diffusion import VP, Flow
+from residua.train import TrainingStopped, fit, read_metrics
+from residua.train.checkpoint import checkpoints, load_file
+from residua.train.diffuse import Denoising, Diffusion, prepare
+from residua.train.diffuse_config import Diffuse, resolve
+from residua.train.optim import parameter_groups
+
+
+def diffuse(config: Diffuse, **hooks: Any) -> Any:
+    session = prepare(config)
+    return fit(session, session.hooks(**hooks))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happened to."""
+    run = tmp_path_factory.mktemp("runs") / "finished"
+    diffuse(small_diffusion(run))
+    return run
+
+
+class Told(nn.Module):
+    """Predicts zero and remembers what it was asked."""
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
+        self.x, self.t, self.y = x, t, y
+        return torch.zeros_like(x)
+
+
+def batch_of(session: Diffusion, n: int = 40) -> tuple[Batch, Tensor]:
+    return session.feed.gather(torch.arange(n)), torch.zeros(n, dtype=torch.long)
+
+
+# ---------------------------------------------------------------- the objective
+
+
+@pytest.mark.parametrize("process", ["vp", "flow"])
+def test_the_objective_is_its_definition(process: str) -> None:
+    session, model = prepare(small_diffusion(process=process, flip=False, label_dropout=0.0)), Told()
+    objective: Any = session.objective()
+    batch, epochs = batch_of(session)
+    loss = objective(model, batch, epochs)
+    x_0 = batch.pixels / 127.5 - 1
+    x, eps, t, y = objective.draw(batch, epochs)
+    assert torch.allclose(x, x_0, atol=1e-6)
+    assert torch.equal(y, torch.from_numpy(session.splits.train.labels))
+    tt = t.view(-1, 1, 1, 1)
+    if process == "vp":
+        log_a = -0.25 * tt**2 * 19.9 - 0.5 * tt * 0.1
+        expected, wanted = log_a.exp() * x_0 + (1 - (2 * log_a).exp()).sqrt() * eps, eps
+    else:
+        expected, wanted = (1 - tt) * x_0 + tt * eps, eps - x_0
+    assert torch.allclose(model.x, expected, atol=1e-5)
+    assert torch.allclose(model.t, 999 * t)
+    assert float(loss) == pytest.approx(float(wanted.square().mean()), rel=1e-5)
+
+
+def test_times_are_uniform_noise_is_normal_and_labels_are_dropped_at_their_rate() -> None:
+    session = prepare(small_diffusion(label_dropout=0.15, flip=True))
+    objective: Any = session.objective()
+    batch, _ = batch_of(session)
+    epochs = range(50)
+    drawn = [objective.draw(batch, torch.full((40,), epoch)) for epoch in epochs]
+    t, eps, y = (torch.cat([d[i] for d in drawn]) for i in (2, 1, 3))
+    assert 0 < float(t.min()) < 0.01 < 0.99 < float(t.max()) < 1
+    assert float(t.mean()) == pytest.approx(0.5, abs=0.03)
+    assert float(eps.mean()) == pytest.approx(0, abs=0.01)
+    assert float(eps.std()) == pytest.approx(1, abs=0.01)
+    share = float((y == session.model.num_classes).float().mean())
+    assert share == pytest.approx(0.15, abs=0.03)  # 2,000 draws: four standard errors
+    kept = y != session.model.num_classes
+    labels = torch.from_numpy(session.splits.train.labels).repeat(len(epochs))
+    assert torch.equal(y[kept], labels[kept])
+    upright = batch.pixels / 127.5 - 1
+    same = torch.stack([(d[0] - upright).abs().amax((1, 2, 3)) < 1e-5 for d in drawn]).float().mean()
+    assert float(same) == pytest.approx(0.5, abs=0.05)
+    assert all((((d[0] - upright).abs().amax((1, 2, 3)) < 1e-5)
+                | ((d[0].flip(-1) - upright).abs().amax((1, 2, 3)) < 1e-5)).all() for d in drawn)  # fmt: skip
+
+
+def test_what_is_drawn_for_an_image_does_not_depend_on_its_batch() -> None:
+    session = prepare(small_diffusion())
+    objective: Any = session.objective()
+    batch, epochs = batch_of(session)
+    whole = objective.draw(batch, epochs + 3)
+    part = objective.draw(session.feed.gather(torch.tensor([7, 31])), torch.tensor([3, 3]))
+    for a, b in zip(whole, part):
+        assert torch.equal(a[[7, 31]], b)
+
+
+def test_images_of_another_size_are_cropped_centrally() -> None:
+    session = prepare(small_diffusion(data="shapes?n=8&size=24", img_size=16, batch_size=8, flip=False))
+    objective: Any = session.objective()
+    batch, epochs = batch_of(session, 8)
+    expected = residua.data.center_view(batch, 16, (0.5,) * 3, (0.5,) * 3)
+    assert torch.allclose(objective.view(batch, epochs), expected, atol=1e-6)
+    zoomed = prepare(small_diffusion(data="shapes?n=8&size=24", img_size=16, batch_size=8, scale=(0.3, 0.5)))
+    other: Any = zoomed.objective()
+    assert not torch.allclose(other.view(batch, epochs), expected, atol=1e-2)
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def test_a_run_learns_and_comes_back_with_process_and_preprocessing(finished: Path) -> None:
+    losses = [r["loss"] for r in read_metrics(finished)]
+    assert losses[-1] < losses[0]
+    model: Any = residua.load(finished)
+    assert isinstance(model, UViT)
+    assert model.process == VP()
+    assert model.preprocessing.mean == model.preprocessing.std == (0.5, 0.5, 0.5)
+    assert model.classes[:2] == ["disc", "triangle"]
+    assert model.num_classes == 8
+    last = checkpoints(finished)[-1]
+    average, raw = load_file(last / "ema.safetensors"), load_file(last / "model.safetensors")
+    own = model.state_dict()
+    assert all(torch.equal(own[k], v) for k, v in average.items())
+    assert any(not torch.equal(own[k], v) for k, v in raw.items())
+
+
+def test_the_rate_rises_and_stays(finished: Path) -> None:
+    rates = [r["lr"] for r in read_metrics(finished)]
+    assert rates[1:] == [2e-3] * (len(rates) - 1)
+
+
+def test_killed_and_resumed_it_ends_the_same(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(train, small_diffusion(run), "in the training state", 2)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    assert 0 < int(checkpoints(run)[-1].name[5:]) < STEPS
+    diffuse(small_diffusion(run, resume=True))
+    assert differences(run, finished) == []
+
+
+def test_pictures_of_samples_do_not_disturb_a_run(finished: Path, tmp_path: Path) -> None:
+    run, seen = tmp_path / "run", []
+
+    def look(step: int, model: nn.Module) -> None:
+        seen.append((step, {k: v.clone() for k, v in model.state_dict().items()}))
+
+    diffuse(small_diffusion(run, sample_every=2.4, samples=5), on_interval=look)
+    assert differences(run, finished) == []
+    pictures = sorted((run / "samples").iterdir())
+    assert [p.name for p in pictures] == ["step-0000006.png"]
+    assert Image.open(pictures[0]).size == (3 * 18 - 2, 2 * 18 - 2)
+    average = load_file(run / "checkpoints" / "step-0000012" / "ema.safetensors")
+    assert seen[0][0] == 6
+    assert set(seen[0][1]) == set(average)
+
+
+def test_the_moving_average_is_what_is_looked_at(tmp_path: Path) -> None:
+    seen: dict[int, dict[str, Tensor]] = {}
+
+    def look(step: int, model: nn.Module) -> None:
+        seen[step] = {k: v.clone() for k, v in model.state_dict().items()}
+
+    run = tmp_path / "run"
+    diffuse(small_diffusion(run, sample_every=1.2, samples=1, keep=0), on_interval=look)
+    for step in (3, 6):
+        kept = load_file(run / "checkpoints" / f"step-{step:07d}" / "ema.safetensors")
+        assert all(torch.equal(seen[step][k], v) for k, v in kept.items())
+
+
+def test_two_processes_follow_one(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [start(train_rank, small_diffusion(run), rank, 2, port) for rank in range(2)]
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    mine, theirs = (load_file(checkpoints(r)[-1] / "model.safetensors") for r in (run, finished))
+    assert all(torch.allclose(mine[k], v, atol=2e-4) for k, v in theirs.items())
+
+
+def test_sit_learns_velocity_without_labels(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    diffuse(small_diffusion(run, network="sit", conditional=False))
+    model: Any = residua.load(run)
+    assert model.process == Flow()
+    assert model.num_classes is None
+    losses = [r["loss"] for r in read_metrics(run)]
+    assert losses[-1] < losses[0]
+
+
+def test_one_channel_and_odd_sizes(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    diffuse(small_diffusion(run, data="digits", patch_size="auto", steps=4, sample_every=0.01, samples=2))
+    model: Any = residua.load(run)
+    assert (model.in_chans, model.img_size, model.patch_size) == (1, (8, 8), (2, 2))
+    assert Image.open(next((run / "samples").iterdir())).mode == "L"
+
+
+# ---------------------------------------------------------------- settings
+
+
+def test_left_alone_it_is_the_papers_recipe() -> None:
+    source = residua.data.load("shapes?n=4096").train
+    c = resolve(Diffuse(), source, "cuda").override()
+    o = c.optim
+    assert (o.lr, o.betas, o.weight_decay, o.batch_size, o.lr_schedule) == (2e-4, (0.99, 0.999), 0.03, 128, "constant")
+    assert (o.warmup_steps, c.model.patch_size, c.model.process, c.data.scale) == (2500, 2, "vp", (1.0, 1.0))
+    assert resolve(Diffuse().override(steps=500_000), source, "cuda").optim.ema == 0.9999
+    assert resolve(Diffuse().override(steps=2000), source, "cuda").optim.ema == pytest.approx(0.99)
+    assert resolve(Diffuse().override(network="sit"), source, "cuda").model.process == "flow"
+
+
+def test_positions_have_no_weight_decay() -> None:
+    model = residua.create_model("uvit_nano", img_size=16, patch_size=4)
+    decayed, free = parameter_groups(model, 0.03)
+    assert any(p is model.pos_embed for p in free["params"])
+    assert all(p is not model.pos_embed for p in decayed["params"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"size": "mid", "network": "sit"}, "no sit of size mid"),
+        ({"label_dropout": 1.0}, "label_dropout is 1.0"),
+        ({"skips": False}, "skips is False"),
+        ({"eval_every": 1.0}, "sample_every and fid_every"),
+        ({"fid_every": 1.0}, "without pictures"),
+        ({"ema": 1.5}, "ema is 1.5"),
+        ({"depth": 3}, "even number"),
+        ({"warmup_steps": -1}, "warmup_steps is -1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        prepare(small_diffusion(**changes))
+
+
+def test_labels_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    for i in range(4):
+        Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i}.png")
+    with pytest.raises(DataError, match="no labels"):
+        prepare(small_diffusion(data=f"folder:{tmp_path}", batch_size=2))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TrainingStopped, match="larger --alpha-min"):
+        diffuse(small_diffusion(tmp_path / "run", lr=1e20, clip=None, steps=40))
+
+
+def test_bfloat16_gives_nearly_the_same_loss() -> None:
+    session = prepare(small_diffusion())
+    objective = Denoising(session.config, VP(), session.preprocessing, torch.device("cpu"), full=True)
+    batch, epochs = batch_of(session)
+    model = residua.create_model("uvit_nano", img_size=16, patch_size=4)
+    exact = objective(model, batch, epochs).detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = objective(model, batch, epochs).detach()
+    assert rounded.dtype == torch.float32
+    assert float(rounded) == pytest.approx(float(exact), rel=1e-2)
+
+
+def test_the_objective_is_one_graph() -> None:
+    """Nothing in it asks the host, so that on a GPU a step can be recorded."""
+    session = prepare(small_diffusion())
+    objective: Any = session.objective()
+    batch, epochs = batch_of(session)
+
+    def loss(pixels: Tensor, sizes: Tensor, index: Tensor, epochs: Tensor) -> Tensor:
+        return objective(session.model, Batch(pixels, sizes, index), epochs)
+
+    inputs = (batch.pixels, batch.sizes, batch.index, epochs)
+    whole = torch.compile(loss, fullgraph=True, backend="eager")(*inputs)
+    assert torch.allclose(whole, loss(*inputs))
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_trains_shows_samples_and_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from residua import cli
+    from residua.evaluate import extractor
+
+    class Colours(nn.Module):
+        """Mean colours as features: their distance is soon small."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.float().mean((2, 3)) * self.weight
+
+    monkeypatch.setenv("RESIDUA_DATA", str(tmp_path))
+    monkeypatch.setattr(extractor, "open_extractor", lambda *_: extractor.Extractor("colours", Colours(), True))
+    small_diffusion(tmp_path / "unused").save(tmp_path / "settings.yaml")
+    run = tmp_path / "run"
+    options = ["--sample-every", "0.8", "--fid-every", "1.6", "--fid-samples", "30", "--samples", "4"]
+    args = ["diffuse", str(tmp_path / "settings.yaml"), "--out", str(run), *options]
+    assert cli.main(args) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert "U-ViT-nano" in said
+    assert f"residua sample {run}" in said
+    measured = {r["step"]: r["eval/fid"] for r in read_metrics(run) if "eval/fid" in r}
+    assert list(measured) == [4, 8]
+    assert all(value > 0 for value in measured.values())
+    assert "fid " in said
+    assert len(list((run / "samples").iterdir())) == 6
+
+
+def test_published_uvit_weights_come_with_their_process(tmp_path: Path) -> None:
+    model = residua.create_model("uvit", img_size=8, patch_size=4, embed_dim=64, depth=2, num_heads=1)
+    state = {k: v for k, v in model.state_dict().items() if not k.startswith("shortcut")}
+    torch.save(state, tmp_path / "uvit.pth")
+    loaded: Any = residua.load(tmp_path / "uvit.pth")
+    assert loaded.process == VP()
+    assert loaded.preprocessing.mean == loaded.preprocessing.std == (0.5, 0.5, 0.5)
+    assert loaded.preprocessing.crop_pct == 1.0
+    assert residua.sample(loaded, 2, steps=2).shape == (2, 3, 8, 8)

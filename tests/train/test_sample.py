@@ -1,0 +1,319 @@
+"""Samples: what they depend on, the files they go to, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drive import small_diffusion, start
+from PIL import Image
+from torch import Tensor, nn
+
+import residua
+from residua import cli
+from residua.data import Preprocessing
+from residua.nn.diffusion import VP, Flow, clipped, noised, split, target
+from residua.train import fit, sample, samplefiles
+from residua.train.diffuse import prepare
+from residua.train.sample import Sampling, check_sampling, generate, grid_image, labels_of
+from residua.train.samplefiles import write_samples
+
+QUICK = Sampling(steps=3)
+
+
+def network(**options: Any) -> Any:
+    torch.manual_seed(0)
+    shape = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "zero_init": False}
+    model: Any = residua.create_model("uvit", **shape | options).eval()
+    model.process = VP()
+    model.preprocessing = Preprocessing((8, 8), (0.5,) * 3, (0.5,) * 3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    fit(prepare(small_diffusion(folder, steps=4)))
+    return folder
+
+
+class Gaussian(nn.Module):
+    """The exact denoiser of images that are all one colour plus white noise of deviation `d`, under VP."""
+
+    def __init__(self, model: Any, mean: float, d: float) -> None:
+        super().__init__()
+        self.model, self.mean, self.d = model, mean, d
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
+        t = (t / 999).view(-1, 1, 1, 1)
+        a, s = VP().a(t), VP().s(t)
+        return s * (x - a * self.mean) / (a**2 * self.d**2 + s**2)
+
+
+# ---------------------------------------------------------------- what an image depends on
+
+
+@pytest.mark.parametrize("sampler", ["dpm-solver", "ddim", "heun", "euler-maruyama"])
+def test_an_image_depends_on_its_number_alone(sampler: str) -> None:
+    model = network()
+    whole = residua.sample(model, 6, sampler=sampler, steps=4)
+    part = residua.sample(model, 2, sampler=sampler, steps=4, first=3, batch_size=1)
+    assert whole.dtype == torch.uint8
+    assert whole.shape == (6, 3, 8, 8)
+    assert int((whole[3:5].int() - part.int()).abs().max()) <= 1  # products of another shape round otherwise
+    assert len({bytes(image.numpy().tobytes()) for image in whole}) == 6
+    other = residua.sample(model, 2, sampler=sampler, steps=4, first=3, seed=1)
+    assert int((other.int() - part.int()).abs().max()) > 8
+
+
+@pytest.mark.parametrize("sampler", ["dpm-solver", "ddim", "heun", "euler-maruyama"])
+def test_with_the_exact_denoiser_samples_have_the_datas_distribution(
+    sampler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network()
+    exact = Gaussian(model, 0.25, 0.1)
+    monkeypatch.setattr(model, "forward", exact.forward)
+    steps = 300 if sampler == "euler-maruyama" else 50
+    images = residua.sample(model, 64, sampler=sampler, steps=steps).float() / 127.5 - 1
+    assert float(images.mean()) == pytest.approx(0.25, abs=0.01)
+    assert float(images.std()) == pytest.approx(0.1, abs=0.006)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = network().train()
+    before, state = torch.get_float32_matmul_precision(), torch.get_rng_state()
+    residua.sample(model, 2, sampler="euler-maruyama", steps=2)
+    assert model.training
+    assert torch.get_float32_matmul_precision() == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_guidance_is_its_formula_and_zero_ignores_the_label() -> None:
+    model, index = network(num_classes=3), torch.arange(4)
+    grid: dict[str, Any] = {"sampler": "ddim", "steps": 1, "classes": (1,), "clip": False}
+
+    def raw(scale: float) -> Tensor:
+        return sample._solve(model, index, check_sampling(model, Sampling(guidance=scale, **grid)), None)
+
+    with torch.no_grad():
+        c, u, g = raw(1.0), raw(0.0), raw(3.0)
+    assert not torch.allclose(c, u)
+    assert torch.allclose(g, u + 3.0 * (c - u), atol=1e-3, rtol=1e-3)  # one step is linear in the prediction
+
+
+def test_classes_are_dealt_out_in_turn() -> None:
+    model = network(num_classes=3)
+    model.classes = ["cat", "dog", "7"]
+    some = check_sampling(model, Sampling(classes=("dog", 0, "7")))
+    assert labels_of(torch.arange(5), some).tolist() == [1, 0, 2, 1, 0]
+    every = check_sampling(model, Sampling())
+    assert labels_of(torch.arange(5), every).tolist() == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("process", [VP(), Flow()])
+def test_clipping_keeps_x_0_in_range_and_leaves_the_rest_alone(process: Any) -> None:
+    torch.manual_seed(0)
+    x, t = torch.randn(4, 3, 8, 8, dtype=torch.float64), torch.tensor([0.1, 0.4, 0.7, 0.95], dtype=torch.float64)
+    x_0 = torch.rand_like(x) * 4 - 2
+
+    def denoise(x: Tensor, t: Tensor) -> Tensor:
+        u = t.view(-1, 1, 1, 1)
+        return target(process, x_0, (x - process.a(u) * x_0) / process.s(u), t)
+
+    found, eps = split(process, clipped(denoise, process)(x, t), x, t)
+    assert torch.allclose(found, x_0.clamp(-1, 1))
+    assert torch.allclose(noised(process, found, eps, t), x)
+
+
+def test_pixels_are_clipped_and_latents_are_not() -> None:
+    model = network()
+    assert check_sampling(model, QUICK).clip is True
+    model.autoencoder = object()
+    assert check_sampling(model, QUICK).clip is False
+    assert check_sampling(model, Sampling(clip=True)).clip is True
+
+
+def test_half_precision_stays_away_from_pure_noise() -> None:
+    model, seen = network(), []
+    first = model.patch_embed
+    first.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    generate(model, torch.arange(1), check_sampling(model, Sampling("ddim", 10, spacing="uniform", bf16=True)))
+    a = VP().a(torch.linspace(1, 1e-4, 11)[:10])
+    assert seen == (a > 0.1).tolist()
+    assert True in seen
+    assert False in seen
+
+
+def test_memory_that_runs_out_halves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sizes = network(), []
+    solve = sample._solve
+
+    def tight(model: Any, index: Tensor, *rest: Any) -> Tensor:
+        sizes.append(len(index))
+        if len(index) > 2:
+            raise torch.OutOfMemoryError
+        return solve(model, index, *rest)
+
+    monkeypatch.setattr(sample, "_solve", tight)
+    images = residua.sample(model, 8, steps=2)
+    monkeypatch.setattr(sample, "_solve", solve)
+    assert sizes == [8, 4, 2, 2, 4, 2, 2]
+    assert int((images.int() - residua.sample(model, 8, steps=2).int()).abs().max()) <= 1
+
+
+def test_a_sheet_has_every_image_in_its_place() -> None:
+    images = torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1).expand(5, 3, 4, 4)
+    sheet = grid_image(images)
+    assert sheet.shape == (3, 10, 16)
+    assert [int(sheet[0, 6 * (i // 3), 6 * (i % 3)]) for i in range(5)] == [0, 1, 2, 3, 4]
+    assert int(sheet[0, 9, 15]) == int(sheet[0, 4, 4]) == 255
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_folder_grows_and_makes_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out, made = network(), tmp_path / "samples", []
+    real = samplefiles.generate
+
+    def counted(model: Any, index: Tensor, *rest: Any) -> Tensor:
+        made.extend(index.tolist())
+        return real(model, index, *rest)
+
+    monkeypatch.setattr(samplefiles, "generate", counted)
+    write_samples(model, out, 5, QUICK, batch_size=2)
+    (out / "000001.png").unlink()
+    write_samples(model, out, 7, QUICK, batch_size=4)
+    assert made == [0, 1, 2, 3, 4, 1, 5, 6]
+    assert sorted(p.name for p in out.iterdir()) == [*(f"{i:06d}.png" for i in range(7)), "samples.json"]
+    assert json.loads((out / "samples.json").read_text())["n"] == 7
+    expected = residua.sample(model, 7, settings=QUICK)
+    for i in range(7):
+        image = torch.from_numpy(np.array(Image.open(out / f"{i:06d}.png"))).permute(2, 0, 1)
+        assert int((image.int() - expected[i].int()).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("name", ["samples", "samples.npz"])
+def test_interrupted_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model, made = network(num_classes=4), []
+    real = samplefiles.generate
+
+    def counted(model: Any, index: Tensor, *rest: Any) -> Tensor:
+        if len(made) == 4:
+            made.append(-1)
+            raise KeyboardInterrupt
+        made.extend(index.tolist())
+        return real(model, index, *rest)
+
+    monkeypatch.setattr(samplefiles, "generate", counted)
+    with pytest.raises(KeyboardInterrupt):
+        write_samples(model, tmp_path / name, 9, QUICK, batch_size=2)
+    write_samples(model, tmp_path / name, 9, QUICK, batch_size=2)
+    assert made == [0, 1, 2, 3, -1, 4, 5, 6, 7, 8]
+    if name.endswith(".npz"):
+        stored = np.load(tmp_path / name)
+        assert stored["arr_0"].dtype == np.uint8
+        assert stored["labels"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+        images = torch.from_numpy(stored["arr_0"]).permute(0, 3, 1, 2)
+        assert int((images.int() - residua.sample(model, 9, settings=QUICK).int()).abs().max()) <= 1
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["samples.json", "samples.npz"]
+
+
+def test_samples_of_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
+    model = network()
+    for name in ("a", "b.npz"):
+        write_samples(model, tmp_path / name, 2, QUICK)
+        write_samples(model, tmp_path / name, 2, QUICK)
+        with pytest.raises(ValueError, match="other s"):
+            write_samples(model, tmp_path / name, 2, Sampling(steps=4))
+    (tmp_path / "mine").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "mine" / "000000.png")
+    with pytest.raises(ValueError, match="unknown"):
+        write_samples(model, tmp_path / "mine", 2, QUICK)
+    with pytest.raises(ValueError, match=r"folder, a \.npz"):
+        write_samples(model, tmp_path / "c.jpg", 2, QUICK)
+
+
+def share(run: str, out: str, rank: int, port: int) -> None:
+    """One of two processes that sample together."""
+    import os
+
+    torch.set_num_threads(1)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
+    status = cli.main(["sample", run, "-n", "7", "--steps", "2", "--batch-size", "2", "--device", "cpu", "--out", out])
+    raise SystemExit(status)
+
+
+def test_two_processes_share_the_numbers(run: Path, tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = tmp_path / "s.npz"
+    processes = [start(share, str(run), str(out), rank, port) for rank in range(2)]
+    for process in processes:
+        process.join(120)
+    assert [p.exitcode for p in processes] == [0, 0]
+    images = torch.from_numpy(np.load(out)["arr_0"]).permute(0, 3, 1, 2)
+    assert int((images.int() - residua.sample(residua.load(run), 7, steps=2).int()).abs().max()) <= 1
+
+
+# ---------------------------------------------------------------- the command, and what is refused
+
+
+def test_the_command_writes_what_score_reads(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from residua.evaluate.pictures import made_by, open_images
+
+    args = ["sample", str(run), "-n", "4", "--steps", "2", "--device", "cpu", "--classes", "disc", "--guidance", "1.5"]
+    assert cli.main([*args, "--out", str(tmp_path / "s")]) == 0
+    assert "residua score" in capsys.readouterr().out
+    assert len(open_images(f"folder:{tmp_path / 's'}")) == 4
+    known = made_by(f"folder:{tmp_path / 's'}")
+    assert (known["sampler"], known["steps"], known["guidance"], known["classes"]) == ("dpm-solver", 2, 1.5, [0])
+    assert known["checkpoint"].endswith("step-0000004/ema.safetensors")
+    assert cli.main([*args, "--out", str(tmp_path / "s.npz")]) == 0
+    assert made_by(str(tmp_path / "s.npz"))["seed"] == 0
+    assert cli.main([*args, "--out", str(tmp_path / "s.png")]) == 0
+    assert Image.open(tmp_path / "s.png").size == (34, 34)
+    assert cli.main(args) == 0
+    assert len(list((run / "samples").rglob("*.png"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--sampler", "dpm-solvr"], "dpm-solver"),
+        (["--classes", "disk"], "disc"),
+        (["--classes", "8"], "0 to 7"),
+        (["--steps", "0"], "at least 1"),
+        (["--guidance", "-1"], "at least 0"),
+        (["-n", "0"], "0 images"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    run: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    assert cli.main(["sample", str(run), "--device", "cpu", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_models_that_cannot_are_refused() -> None:
+    with pytest.raises(ValueError, match="neither classes nor guidance"):
+        residua.sample(network(), 2, guidance=2.0)
+    with pytest.raises(ValueError, match="makes no samples"):
+        residua.sample(residua.create_model("vit_nano", img_size=8, patch_size=4), 2)
+    lost = network()
+    lost.process = None
+    with pytest.raises(ValueError, match="which process"):
+        residua.sample(lost, 2)
+
+
+def test_flow_models_sample_to_their_end() -> None:
+    model = network()
+    model.process = Flow()
+    for sampler in ("dpm-solver", "ddim", "heun", "euler-maruyama"):
+        assert residua.sample(model, 2, sampler=sampler, steps=3).shape == (2, 3, 8, 8)
