@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         getattr(module, name)(args)
     except KeyboardInterrupt:
         return fail("interrupted", 130)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get("RESIDUA_DEBUG"):
             raise
         stopped = type(error).__name__ == "TrainingStopped"

@@ -111,7 +111,7 @@ class Loop:
         self.rates = torch.tensor([group.get("lr_scale", 1.0) for group in groups], device=self.device)
         self.scales = self.rates.clone()
         self.loss = self._make_loss()
-        self.recorded = Recorded(self._update) if self._recordable() else None
+        self.recorded = Recorded(self._update, self.hooks.on_message) if self._recordable() else None
         self.shortcut = getattr(getattr(model, "encoder", model), "shortcut", None)
         self.health = Health(settings.steps)
         self.peak = peak_flops(self.device, settings.precision)

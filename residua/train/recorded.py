@@ -21,21 +21,31 @@ class Recorded:
     """Calls `step(*inputs)`, from the fourth call on by replaying it.
 
     Every call must get inputs of the same shapes and launch the same kernels; what it reads beside its inputs (weights,
-    learning rates) it must read from the same memory. The outputs are copies.
+    learning rates) it must read from the same memory. The outputs are copies. A step that cannot be recorded is called
+    as it is, and `on_failure` told why.
     """
 
-    def __init__(self, step: Step) -> None:
-        self.step, self.calls = step, 0
+    def __init__(self, step: Step, on_failure: Callable[[str], None] = lambda text: None) -> None:
+        self.step, self.calls, self.on_failure = step, 0, on_failure
+        self.failed = False
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: tuple[Tensor, ...] = ()
         self.outputs: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         self.calls += 1
-        if self.calls <= _WARM_UP:
+        if self.calls <= _WARM_UP or self.failed:
             return self._ordinary(inputs)
         if self.graph is None:
-            self._record(inputs)
+            try:
+                self._record(inputs)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                self.failed, self.inputs = True, ()
+                reason = str(error).splitlines()[0]
+                self.on_failure(f"this step cannot be recorded as a CUDA graph, which costs some speed: {reason}")
+                return self._ordinary(inputs)
         assert self.graph is not None
         assert self.outputs is not None
         for static, given in zip(self.inputs, inputs):

@@ -5,8 +5,30 @@ import torch
 from drive import small
 
 from residua.train import prepare
+from residua.train.recorded import Recorded
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def test_a_step_that_cannot_be_recorded_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    calls: list[int] = []
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(int(x))
+        return x, x
+
+    def refuse(self: Recorded, inputs: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(Recorded, "_record", refuse)
+    monkeypatch.setattr(Recorded, "_ordinary", lambda self, inputs: self.step(*inputs))
+    recorded = Recorded(step, said.append)
+    for i in range(6):
+        assert int(recorded(torch.tensor(i))[0]) == i
+    assert calls == [0, 1, 2, 3, 4, 5]  # each step once
+    (text,) = said
+    assert text.endswith("operation not permitted when stream is capturing")
 
 
 @needs_gpu
