@@ -57,7 +57,7 @@ def _scores_while_training(model: Any, session: Pretraining) -> dict[str, float]
     report = evaluate(
         model,
         session.splits,
-        probe="lbfgs",
+        probe=_quickest_probe(session),
         baselines=False,
         neighbors=0,
         limit=10_000,
