@@ -65,8 +65,8 @@ def compare(
     measured = Dynamics()
     if along and (others := [run.name for run in found if not isinstance(run.config, Pretrain)]):
         raise NotARun(
-            f"--dynamics measures the checkpoints of autoencoders; {', '.join(others)} is a classifier, whose tests "
-            "while training (--eval-every) are shown without it"
+            f"--dynamics measures the checkpoints of autoencoders; {', '.join(others)} is none. What a run measured "
+            "while training (--eval-every) is shown without it"
         )
     if along:
         measured = dynamics({run.name: run.path for run in found}, limit=limit, device=device, on_message=on_message)

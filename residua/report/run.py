@@ -25,7 +25,9 @@ def run_report(
     """
     found = read_run(run)
     if not isinstance(found.config, Pretrain):
-        raise NotARun(f"{run} is a classifier: this page is of autoencoders; residua compare takes both")
+        raise NotARun(
+            f"{run} is no masked autoencoder, which this page is about; residua compare takes every kind of run"
+        )
     evaluation = evaluation or found.evaluation
     missing: list[str] = []
     model = model if model is not None else parts.load_model(found, missing)

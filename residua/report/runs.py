@@ -14,6 +14,7 @@ from residua.evaluate.report import MODEL, NOTHING, PIXELS, RANDOM
 from residua.nn.resnet import RESNETS
 from residua.report.page import Cell
 from residua.train.config import Pretrain
+from residua.train.diffuse_config import Diffuse
 from residua.train.finetune_config import Finetune
 from residua.train.options import read_flat
 
@@ -31,7 +32,7 @@ class Run:
 
     name: str
     path: Path
-    config: Pretrain | Finetune
+    config: Pretrain | Finetune | Diffuse
     metrics: list[dict[str, Any]]
     environment: dict[str, Any]
     evaluation: Report | None
@@ -61,12 +62,14 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
     return Run(name, path, config, metrics, environment, evaluation, notes)
 
 
-def read_config(path: Path) -> Pretrain | Finetune:
+def read_config(path: Path) -> Pretrain | Finetune | Diffuse:
     """The settings of a run, of whichever kind it is."""
-    return Finetune.read(path) if "layer_decay" in read_flat(path) else Pretrain.read(path)
+    own = read_flat(path)
+    kind: type[Pretrain | Finetune | Diffuse] = Diffuse if "process" in own else Pretrain
+    return (Finetune if "layer_decay" in own else kind).read(path)
 
 
-def _tested(config: Pretrain | Finetune, result: dict[str, Any]) -> Report | None:
+def _tested(config: Pretrain | Finetune | Diffuse, result: dict[str, Any]) -> Report | None:
     """What a classifier's last test found, as scores."""
     if not result:
         return None

@@ -187,7 +187,19 @@ def test_classifiers_compare_by_accuracy_rank_and_number_of_blocks(tmp_path: Pat
     assert "entropy rank on test images" in found.text
     assert "While training" in found.text
     assert "accuracy" in printed(comparison_table(runs))
-    with pytest.raises(NotARun, match="is a classifier"):
+    with pytest.raises(NotARun, match="is none"):
         compare(runs, tmp_path / "d.html", along=True)
-    with pytest.raises(NotARun, match="is a classifier"):
+    with pytest.raises(NotARun, match="no masked autoencoder"):
         run_report(runs[0])
+
+
+def test_diffusion_models_compare_too(tmp_path: Path, read_page: Read) -> None:
+    small = "--size nano --depth 2 --embed-dim 32 --num-heads 2 --steps 2 --batch-size 16 --cpu".split()  # noqa: SIM905
+    runs = [tmp_path / "plain", tmp_path / "faded"]
+    for run, alpha in zip(runs, ("1.0", "0.7")):
+        args = ["--data", "shapes?n=32&size=16&test=16", "--alpha-min", alpha, "--out", str(run)]
+        assert cli.main(["diffuse", *args, *small]) == 0
+    assert differing_settings(read_runs(runs)) == {"alpha_min": [1.0, 0.7]}
+    found = read_page(compare(runs, tmp_path / "c.html"))
+    assert "Training loss" in found.text
+    assert "process" in found.text.split("All settings")[1]
