@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 from rich.table import Table
 
 from .console import console, note, say, show
+from .pretrain import existing
 
 HELP = """\
 usage: residua sweep [RECIPE|SETTINGS.yaml] --SETTING VALUE [VALUE ...] [--seeds N] [--jobs N] [--out DIR] [--open]
@@ -32,10 +33,15 @@ def sweep(args: list[str]) -> None:
     if not args or "--help" in args or "-h" in args:
         console.print(HELP, markup=False)
         raise SystemExit(0)
+    from residua import recipes
     from residua.recipes import sweep as engine
     from residua.report.sweep import sweep_page
 
     base, given = _parse(args)
+    if base.endswith((".yaml", ".yml")):
+        existing(base)
+    elif base:
+        recipes.get(base, "pretrain")
     own = {name: given.pop(name, None) for name in ("out", "seeds", "jobs", "open")}
     fixed, grid = _split(given)
     if own["seeds"]:
@@ -58,7 +64,8 @@ def sweep(args: list[str]) -> None:
     engine.run(plan, _count("jobs", own["jobs"] or ["1"]), ended)
     found = engine.summarise(plan)
     failed = [(trial.name, trial.error) for trial in plan.trials if trial.status == "failed"]
-    console.print(_table(found))
+    if found:
+        console.print(_table(found))
     say(f"written: {engine.write_summary(plan, found)}")
     runs: dict[Any, list[Path]] = {}
     for trial in plan.trials:

@@ -132,6 +132,8 @@ def test_the_command_from_grid_to_page(tmp_path: Path, capsys: pytest.CaptureFix
         (["--seeds", "2", "--seed", "1", "2"], "not both"),
         (["mae-shapes", "oops", "--seeds", "2"], "belongs to no setting"),
         (["--seeds", "2", "--resume"], "not for sweeps"),
+        (["mae-shape", "--seeds", "2"], "did you mean mae-shapes"),
+        (["nowhere.yaml", "--seeds", "2"], "no settings file"),
     ],
 )
 def test_wrong_inputs(args: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
