@@ -132,3 +132,12 @@ def print_nested(values: dict[str, Any], indent: int = 0) -> None:
         else:
             text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
             console.print(" " * indent + f"{escape(str(key)):12} {escape(str(text))}")
+
+
+def announce(session: Session[Any, Any]) -> bool:
+    """Say what will be trained; whether this process is the one that speaks."""
+    main = session.accelerator.is_main_process
+    if main:
+        for heading, text in session.lines():
+            console.print(f"[bold]{heading:8}[/] {escape(text)}")
+    return main

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
-from rich.markup import escape
 from tyro.conf import OmitArgPrefixes
 
-from .console import Bar, console, decoding, dry_run, note, say
+from .console import Bar, announce, decoding, dry_run, note, say
 from .pretrain import existing
 
 if TYPE_CHECKING:
@@ -35,10 +34,7 @@ def diffuse(args: list[str]) -> None:
         "chosen from the images and the machine, and printed.",
     )  # fmt: skip
     session = prepare(config, decoding)
-    main = session.accelerator.is_main_process
-    if main:
-        for heading, text in session.lines():
-            console.print(f"[bold]{heading:8}[/] {escape(text)}")
+    main = announce(session)
     if session.config.machine.dry_run:
         return dry_run(session)
     measure = fid_monitor(session)

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tyro
-from rich.markup import escape
 from tyro.conf import OmitArgPrefixes
 
-from .console import Bar, console, decoding, dry_run, note, say, warn_shared
+from .console import Bar, announce, decoding, dry_run, note, say, warn_shared
 
 if TYPE_CHECKING:
     from residua.evaluate.finetune import FinetuneResult
@@ -34,10 +33,8 @@ def finetune(args: list[str]) -> None:
         "test it. Every setting left at 'auto' is chosen from the network, the images and the machine, and printed.",
     )  # fmt: skip
     session = prepare(config, load=lambda spec, seed: labelled(load(spec), seed), progress=decoding)
-    main = session.accelerator.is_main_process
+    main = announce(session)
     if main:
-        for heading, text in session.lines():
-            console.print(f"[bold]{heading:8}[/] {escape(text)}")
         warn_shared(session.splits)
     if session.config.machine.dry_run:
         return dry_run(session)

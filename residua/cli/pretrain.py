@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
-from rich.markup import escape
 from tyro.conf import OmitArgPrefixes
 
-from .console import Bar, console, decoding, dry_run, note, warn_shared
+from .console import Bar, announce, console, decoding, dry_run, note, warn_shared
 
 if TYPE_CHECKING:
     from residua.train.pretrain import Pretraining
@@ -31,10 +30,8 @@ def pretrain(args: list[str]) -> None:
         "'auto' is chosen from the images and the machine, and printed.",
     )  # fmt: skip
     session = prepare(config, decoding)
-    main = session.accelerator.is_main_process
+    main = announce(session)
     if main:
-        for heading, text in session.lines():
-            console.print(f"[bold]{heading:8}[/] {escape(text)}")
         warn_shared(session.splits)
     if session.config.machine.dry_run:
         return dry_run(session)

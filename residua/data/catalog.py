@@ -73,7 +73,8 @@ def _parse(spec: str) -> tuple[str, str, dict[str, str]]:
     if name not in known:
         hint = f"folder:{head}" if Path(head).expanduser().is_dir() else None
         advice = f"for a folder of images write {hint!r}" if hint else did_you_mean(name, NAMES)
-        raise DataError(f"unknown data {spec!r}: {advice} (all: {', '.join(NAMES)})")
+        every = "" if advice.startswith("known") else f" (all: {', '.join(NAMES)})"
+        raise DataError(f"unknown data {spec!r}: {advice}{every}")
     if name in _WITH_PATH and not argument:
         raise DataError(f"data {spec!r} lacks its {_WITH_PATH[name].lower()}: write {name}:{_WITH_PATH[name]}")
     if name not in _WITH_PATH and colon:
