@@ -44,8 +44,10 @@ class SampleOptions:
     """Keep what the model takes for the image in the range of pixels at every step; default: except for latents."""
     batch_size: int | None = None
     """Images at once; default: from the device, halved where memory runs out."""
-    bf16: bool = False
-    """Run the network in bfloat16 where that is harmless; near pure noise it stays in float32."""
+    precision: Literal["float32", "tf32", "bf16", "fp16"] | None = None
+    """Of the network; default: fp16 on CUDA, else float32. With bf16 steps near pure noise stay in float32."""
+    compile: bool = False
+    """Compile the network first: half a minute that thousands of samples repay."""
     ema: bool = True
     """Use the moving average of the weights, where the run kept one."""
     device: str | None = None
@@ -62,9 +64,7 @@ def sample(args: list[str]) -> None:
 
     o = tyro.cli(SampleOptions, args=args, prog="residua sample")
     model = ckpt.load(o.model, ema=o.ema)
-    settings = check_sampling(
-        model, Sampling(o.sampler, o.steps, o.guidance, o.classes, o.seed, o.spacing, o.clip, o.bf16)
-    )  # fmt: skip
+    asked = Sampling(o.sampler, o.steps, o.guidance, o.classes, o.seed, o.spacing, o.clip, o.precision, o.compile)
     accelerator: Any = None
     device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -72,6 +72,7 @@ def sample(args: list[str]) -> None:
 
         accelerator = Accelerator(cpu=o.device == "cpu")
         device = accelerator.device
+    settings = check_sampling(model, asked, device)
     main = accelerator is None or accelerator.is_main_process
     weights = ckpt.weights_file(Path(o.model).expanduser(), ema=o.ema).resolve()
     out = Path(o.out).expanduser() if o.out else _default_out(o, settings)

@@ -17,7 +17,7 @@ PAPER = {
 }  # fmt: skip
 UVIT = {
     "network": "uvit", "process": "vp", "batch_size": 128, "lr": 2e-4, "weight_decay": 0.03, "betas": (0.99, 0.999),
-    "warmup_steps": 2500, "ema": 0.9999, "patch_size": 2,
+    "warmup_steps": 2500, "patch_size": 2,
 }  # fmt: skip
 LATENT = {
     "data": "folder:imagenet100", "size": "mid", "img_size": 256, "latents": "stabilityai/sd-vae-ft-ema",

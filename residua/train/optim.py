@@ -93,9 +93,11 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
 
 
 class Average:
-    """Exponential moving average of a model's weights: `average <- decay * average + (1 - decay) * weights`.
+    """Exponential moving average of a model's weights: `average <- d * average + (1 - d) * weights`.
 
-    It starts as the weights after the first step; buffers are copied. One fused operation a step, no copy to the host.
+    `d = min(decay, (1 + step) / (10 + step))`: a decay of 0.9999 looks back 10,000 steps, and early on would hold little
+    but the first weights; so at step t it looks back t / 9 at most. Buffers are copied. One fused operation a step, no
+    copy to the host.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -106,7 +108,9 @@ class Average:
         self._buffers, self._copies = list(model.buffers()), list(self.model.buffers())
 
     @torch.no_grad()
-    def update(self, first: bool = False) -> None:
-        torch._foreach_lerp_(self._averages, self._weights, 1.0 if first else 1.0 - self.decay)
+    def update(self, step: int) -> None:
+        """Take in the weights after step `step`, counted from 0."""
+        decay = min(self.decay, (1 + step) / (10 + step)) if step else 0.0
+        torch._foreach_lerp_(self._averages, self._weights, 1.0 - decay)
         if self._buffers:
             torch._foreach_copy_(self._copies, self._buffers)

@@ -4,9 +4,9 @@ Image i is a function of the weights, the settings and (seed, i): noise comes fr
 set of samples can be made anywhere, in any order, and made again; batches of another size differ in rounding alone.
 This stands in `train`, not in `nn`, because of that noise, and because training shows samples as it goes.
 
-Precision: a VP model's prediction at t = 1 is divided by a(1) = 0.007 to become an image, so an error of half precision
-(1e-2) comes out larger than the image itself. Networks run in float32 unless told otherwise, and with `bf16` still do
-wherever a(t) < 0.1.
+Precision: a VP model's prediction at t = 1 is divided by a(1) = 0.007 to become an image, so an error of bfloat16
+(1e-2) comes out larger than the image itself. With `precision="bf16"` the network therefore still runs in float32
+wherever a(t) < 0.1; float16, whose rounding is eight times finer, serves throughout.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from PIL import Image
@@ -30,8 +31,9 @@ from residua.nn import SiT, UViT
 from residua.nn.diffusion import SAMPLERS, VP, Denoiser, Process, Steps, clipped, guided, times
 
 Progress = Callable[[int, int], None]
+Precision = Literal["float32", "tf32", "bf16", "fp16"]
 STEPS = {"euler-maruyama": 1000}  # of a sampler, unless told; 50 of the others
-_SAFE = 0.1  # least a(t) at which half precision will do
+_SAFE = 0.1  # least a(t) at which bfloat16 will do
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,16 @@ class Sampling:
     clip: bool | None = None
     """Keep x_0 in [-1, 1] at every step, as DDPM does: without it a model trained too little makes noise. None: for
     pixels, not for latents."""
-    bf16: bool = False
+    precision: Precision | None = None
+    """Of the network: float32, tf32 (the same with shorter products, on NVIDIA GPUs), bf16 or fp16; None: fp16 on CUDA,
+    else float32."""
+    compile: bool = False
+    """Compile the network first: half a minute that many samples repay."""
 
 
-def check_sampling(model: nn.Module, settings: Sampling) -> Sampling:
-    """Settings with everything chosen, or an error that says what does not fit the model."""
+def check_sampling(model: nn.Module, settings: Sampling, device: str | torch.device | None = None) -> Sampling:
+    """Settings with everything chosen, or an error that says what does not fit the model; `device`: where it will run,
+    by default where the model is."""
     if not isinstance(model, UViT | SiT):
         raise ValueError(f"a {type(model).__name__} makes no samples: give a diffusion model (residua diffuse)")
     if getattr(model, "process", None) is None:
@@ -69,6 +76,11 @@ def check_sampling(model: nn.Module, settings: Sampling) -> Sampling:
     steps = STEPS.get(settings.sampler, 50) if settings.steps is None else settings.steps
     if steps < 1 or settings.guidance < 0:
         raise ValueError(f"steps {steps} and guidance {settings.guidance}: expected at least 1 and at least 0")
+    if settings.precision is None:
+        where = next(model.parameters()).device if device is None else torch.device(device)
+        settings = replace(settings, precision="fp16" if where.type == "cuda" else "float32")
+    if settings.precision not in get_args(Precision):
+        raise ValueError(f"precision is {settings.precision!r}; choose one of {', '.join(get_args(Precision))}")
     if settings.clip is None:
         settings = replace(settings, clip=getattr(model, "autoencoder", None) is None)
     if settings.spacing is None:
@@ -112,7 +124,13 @@ def labels_of(index: Tensor, settings: Sampling) -> Tensor | None:
 def generate(model: Any, index: Tensor, settings: Sampling, progress: Progress | None = None) -> Tensor:
     """Images `index` (B,) under checked settings: uint8 (B, C, H, W). Where memory runs out, in halves."""
     try:
-        return _pixels(model, _solve(model, index, settings, progress))
+        x = _solve(model, index, settings, progress)
+        if settings.precision in ("bf16", "fp16") and not bool(torch.isfinite(x).all()):
+            warnings.warn(
+                f"{settings.precision} is too coarse for this model: these images are made in float32", stacklevel=2
+            )
+            x = _solve(model, index, replace(settings, precision="float32"), progress)
+        return _pixels(model, x)
     except torch.OutOfMemoryError:
         if len(index) == 1:
             raise
@@ -130,9 +148,9 @@ def _solve(model: Any, index: Tensor, settings: Sampling, progress: Progress | N
         return mixing.normal(u).reshape(shape)
 
     y = labels_of(index, settings)
-    denoise = _denoiser(model, process, None if settings.guidance == 0 else y, settings.bf16)
+    denoise = _denoiser(model, process, None if settings.guidance == 0 else y, settings.precision)
     if y is not None and settings.guidance not in (0, 1):
-        denoise = guided(denoise, _denoiser(model, process, None, settings.bf16), settings.guidance)
+        denoise = guided(denoise, _denoiser(model, process, None, settings.precision), settings.guidance)
     if settings.clip:
         denoise = clipped(denoise, process)
     assert settings.steps is not None
@@ -142,10 +160,12 @@ def _solve(model: Any, index: Tensor, settings: Sampling, progress: Progress | N
     return SAMPLERS[settings.sampler](denoise, process, noise(-1), grid, progress, **own)
 
 
-def _denoiser(model: Any, process: Process, y: Tensor | None, bf16: bool) -> Denoiser:
+def _denoiser(model: Any, process: Process, y: Tensor | None, precision: Precision | None) -> Denoiser:
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "float32")
+
     def denoise(x: Tensor, t: Tensor) -> Tensor:
-        half = bf16 and float(process.a(t[0])) > _SAFE
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
+        safe = half is torch.float16 or (half is not None and float(process.a(t[0])) > _SAFE)
+        with torch.autocast(x.device.type, half, enabled=safe):
             return model(x, process.time_input(t), *(() if y is None else (y,))).float()
 
     return denoise
@@ -181,19 +201,26 @@ def sample(
     """Images `first` to `first + n - 1` of a diffusion model: uint8 (n, C, H, W), on the CPU.
 
     Options are those of `Sampling`: sampler ("dpm-solver", "ddim", "heun", "euler-maruyama"), steps, guidance, classes
-    (numbers or names), seed, spacing, bf16.
+    (numbers or names), seed, spacing, clip, precision, compile.
 
     >>> images = residua.sample(residua.load("runs/d"), 64, steps=25, classes=("cat",), guidance=2.0)
     """
     if n < 1 or first < 0 or (batch_size is not None and batch_size < 1):
         raise ValueError(f"{n} images from number {first}, {batch_size} at once: expected positive numbers")
-    chosen = check_sampling(model, replace(settings or Sampling(), **options))
-    with evaluating(model, device) as where:
+    chosen = check_sampling(model, replace(settings or Sampling(), **options), device)
+    with evaluating(model, device, chosen) as where:
         done: list[Tensor] = []
-        for index in torch.arange(first, first + n, device=where).split(batch_size or default_batch(model, where)):
+        size = batch_size or default_batch(model, where)
+        for index in torch.arange(first, first + n, device=where).split(size):
             before = sum(map(len, done))
-            done.append(generate(model, index, chosen, within(progress, before, len(index), n)).cpu())
+            told = within(progress, before, len(index), n)
+            done.append(generate(model, filled(index, size, chosen), chosen, told)[: len(index)].cpu())
     return torch.cat(done)
+
+
+def filled(index: Tensor, size: int, settings: Sampling) -> Tensor:
+    """A last batch as long as the ones before it where the network is compiled: for one size of batches, then."""
+    return torch.cat([index, index[:1].expand(size - len(index))]) if settings.compile else index
 
 
 def within(progress: Progress | None, before: int, batch: int, total: int) -> Progress | None:
@@ -204,17 +231,24 @@ def within(progress: Progress | None, before: int, batch: int, total: int) -> Pr
 
 
 @contextmanager
-def evaluating(model: nn.Module, device: str | torch.device | None = None) -> Iterator[torch.device]:
-    """The model in evaluation mode, on `device` where one is given, and in float32 proper; put back afterwards."""
+def evaluating(
+    model: nn.Module, device: str | torch.device | None = None, settings: Sampling | None = None
+) -> Iterator[torch.device]:
+    """The model in evaluation mode, on `device` where one is given, compiled and in the precision that the settings
+    ask for; put back afterwards."""
+    settings = settings or Sampling()
     home, training = next(model.parameters()).device, model.training
     where = home if device is None else torch.device(device)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    precision, compiled = torch.get_float32_matmul_precision(), model._compiled_call_impl
+    torch.set_float32_matmul_precision("highest" if settings.precision == "float32" else "high")
     model.eval().to(where)
+    if settings.compile:
+        model.compile()
     try:
         yield where
     finally:
         torch.set_float32_matmul_precision(precision)
+        model._compiled_call_impl = compiled
         model.train(training).to(home)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from residua.train.sample import (
     check_sampling,
     default_batch,
     evaluating,
+    filled,
     generate,
     grid_image,
     labels_of,
@@ -103,7 +105,8 @@ def write_samples(
     path = Path(out).expanduser()
     if n < 1 or (batch_size is not None and batch_size < 1):
         raise ValueError(f"{n} images, {batch_size} at once: expected positive numbers")
-    chosen = check_sampling(model, settings or Sampling())
+    where = accelerator.device if device is None and accelerator is not None else device
+    chosen = check_sampling(model, settings or Sampling(), where)
     made = describe(model, chosen, n) | (about or {})
     if path.suffix == ".png":
         return _picture(model, path, n, chosen, made, batch_size, device, accelerator, progress)
@@ -116,7 +119,6 @@ def write_samples(
     def fill(place: Place) -> None:
         todo = place.missing()
         wait()  # before anyone writes: all have counted
-        where = accelerator.device if device is None and accelerator is not None else device
         _fill(model, place, todo, n, chosen, batch_size, where, accelerator, progress if main else None)
         wait()
 
@@ -131,7 +133,7 @@ def describe(model: Any, settings: Sampling, n: int) -> dict[str, Any]:
     if settings.classes:
         every = settings.classes == tuple(range(model.num_classes))
         made |= {"guidance": settings.guidance, "classes": "all" if every else list(settings.classes)}
-    return made | {"precision": "bf16" if settings.bf16 else "float32"}
+    return made | {"precision": settings.precision}
 
 
 def _fill(
@@ -140,15 +142,19 @@ def _fill(
 ) -> None:  # fmt: skip
     """Make what is missing, this process's share of it."""
     rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
-    with evaluating(model, device) as where:
+    # one batch is written while the next is made
+    with evaluating(model, device, settings) as where, ThreadPoolExecutor(1) as writer:
         batches = np.array_split(todo, range(size := batch_size or default_batch(model, where), len(todo), size))
-        done = n - len(todo)
+        done, writing = n - len(todo), writer.submit(lambda: None)
         for batch in batches[rank::world]:
             if len(batch):
-                index = torch.from_numpy(batch).to(where)
+                index = filled(torch.from_numpy(batch).to(where), size, settings)
                 told = within(progress, done, min(len(batch) * world, n - done), n)
-                place.put(batch, generate(model, index, settings, told).cpu())
+                images = generate(model, index, settings, told)[: len(batch)].cpu()
+                writing.result()
+                writing = writer.submit(place.put, batch, images)
                 done = min(n, done + len(batch) * world)
+        writing.result()
 
 
 def _write_folder(

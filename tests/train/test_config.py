@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from residua import data
 from residua.train.config import Pretrain, build_model, resolve
@@ -71,7 +72,7 @@ def test_epochs_follow_data_and_device(n: int, device: str, epochs: int) -> None
     assert got["epochs"] == pytest.approx(epochs, rel=0.01)
     assert got["size"] == ("nano" if device == "cpu" else "small")
     assert got["compile"] == (device == "cuda")
-    assert got["precision"] == "fp32"  # there is no GPU here to have bf16
+    assert got["precision"] == ("bf16" if device == "cuda" and torch.cuda.is_available() else "fp32")
 
 
 @pytest.mark.parametrize(

@@ -88,10 +88,19 @@ def test_a_saved_state_does_not_choose_how_steps_are_computed() -> None:
 
 def test_the_average_starts_at_the_first_update_and_copies_buffers() -> None:
     model = torch.nn.BatchNorm1d(2)
-    average = Average(model, 0.9)
-    for value in (1.0, 2.0, 4.0):
+    average = Average(model, 0.15)  # less than (1 + 1) / (10 + 1), so it is the decay itself
+    for step, value in enumerate((1.0, 2.0, 4.0)):
         torch.nn.init.constant_(model.weight, value)
         model.running_mean.fill_(value)
-        average.update(first=value == 1.0)
-    assert float(average.model.weight[0]) == pytest.approx(0.9 * (0.9 * 1 + 0.1 * 2) + 0.1 * 4)
+        average.update(step)
+    assert float(average.model.weight[0]) == pytest.approx(0.15 * (0.15 * 1 + 0.85 * 2) + 0.85 * 4)
     assert float(average.model.running_mean[0]) == 4.0
+
+
+def test_a_long_average_does_not_hold_on_to_the_first_weights() -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    average = Average(model, 0.9999)
+    for step in range(300):
+        torch.nn.init.constant_(model.weight, 0.0 if step else 1.0)
+        average.update(step)
+    assert float(average.model.weight) < 1e-9  # 0.9999 ** 300 = 0.97 with a constant decay

@@ -139,7 +139,7 @@ def test_half_precision_stays_away_from_pure_noise() -> None:
     model, seen = network(), []
     first = model.patch_embed
     first.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
-    generate(model, torch.arange(1), check_sampling(model, Sampling("ddim", 10, spacing="uniform", bf16=True)))
+    generate(model, torch.arange(1), check_sampling(model, Sampling("ddim", 10, spacing="uniform", precision="bf16")))
     a = VP().a(torch.linspace(1, 1e-4, 11)[:10])
     assert seen == (a > 0.1).tolist()
     assert True in seen
