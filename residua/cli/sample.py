@@ -56,13 +56,20 @@ class SampleOptions:
 
 def sample(args: list[str]) -> None:
     """Make images."""
+    o = tyro.cli(SampleOptions, args=args, prog="residua sample")
+    out = make(o)
+    if out is not None and out.suffix != ".png":
+        say(f"score:    residua score {out} --reference {shlex.quote(_trained_on(o.model))}")
+
+
+def make(o: SampleOptions) -> Path | None:
+    """Make the images asked for, or those of them that are missing; where they are, for the process that says so."""
     import torch
 
     from residua.train import checkpoint as ckpt
     from residua.train.sample import Sampling, check_sampling
     from residua.train.samplefiles import write_samples
 
-    o = tyro.cli(SampleOptions, args=args, prog="residua sample")
     model = ckpt.load(o.model, ema=o.ema)
     asked = Sampling(o.sampler, o.steps, o.guidance, o.classes, o.seed, o.spacing, o.clip, o.precision, o.compile)
     accelerator: Any = None
@@ -89,11 +96,11 @@ def sample(args: list[str]) -> None:
                 note(f"stopped; what is finished stays at {out}, and the same command goes on from there")
             raise
         bar.update(task, completed=o.n)
-    if main:
-        guidance = f", guidance {o.guidance:g}" if settings.classes else ""
-        say(f"{o.n:,} samples ({settings.sampler}, {settings.steps} steps{guidance}, seed {o.seed}): {out}")
-        if out.suffix != ".png":
-            say(f"score:    residua score {out} --reference {shlex.quote(_trained_on(o.model))}")
+    if not main:
+        return None
+    guidance = f", guidance {o.guidance:g}" if settings.classes else ""
+    say(f"{o.n:,} samples ({settings.sampler}, {settings.steps} steps{guidance}, seed {o.seed}): {out}")
+    return out
 
 
 def _default_out(o: SampleOptions, settings: Any) -> Path:

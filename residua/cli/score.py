@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from .console import console, img_size, note
 
@@ -18,9 +18,13 @@ class ScoreOptions:
     """How far generated images lie from real ones: FID, KID, precision and recall."""
 
     samples: Positional[str]
-    """A folder of images, a .npz or .npy file (uint8, images x height x width x 3), or a source of images."""
-    reference: str
-    """The same of real images; or a .npz file of statistics (mu, sigma), for FID alone."""
+    """A folder of images, a .npz or .npy file (uint8, images x height x width x 3), a source of images, or a run of a
+    diffusion model, whose samples are made first where they are not there (residua sample has more settings)."""
+    reference: str | None = None
+    """The same of real images; or a .npz file of statistics (mu, sigma), for FID alone. Default for a run: what it was
+    trained on."""
+    n: Annotated[int, arg(aliases=["-n"])] = 10_000
+    """Samples of a run."""
     fid: bool = False
     """Frechet distance; what is computed where nothing is asked for."""
     kid: bool = False
@@ -77,12 +81,12 @@ def score(args: list[str]) -> None:
     from residua.evaluate import FeatureCache
     from residua.evaluate.generative import score
 
-    o = tyro.cli(ScoreOptions, args=args, prog="residua score")
+    o = _ready(tyro.cli(ScoreOptions, args=args, prog="residua score"))
     where = _out(o)
     cache = FeatureCache(o.cache_dir or cache_dir() / "references", note) if o.cache else None
     asked = {"fid": o.fid, "kid": o.kid, "prc": o.prc}
     result = score(
-        o.samples, o.reference, metrics=[m for m, on in asked.items() if on] or ["fid"],  # type: ignore[misc]
+        o.samples, str(o.reference), metrics=[m for m, on in asked.items() if on] or ["fid"],  # type: ignore[misc]
         extractor=o.extractor, weights=o.weights, readout=o.readout, layer=o.layer, img_size=img_size(o.img_size),
         split=o.split, reference_split=o.reference_split, limit=o.limit, reference_limit=o.reference_limit, k=o.k,
         subsets=o.subsets, subset_size=o.subset_size, seed=o.seed, batch_size=o.batch_size, bf16=o.bf16,
@@ -96,6 +100,25 @@ def score(args: list[str]) -> None:
         note(text)
     if where is not None:
         console.print(f"written: {result.save(where)}", markup=False)
+
+
+def _ready(o: ScoreOptions) -> ScoreOptions:
+    """With samples and reference in place, where a run stands for them."""
+    run = Path(o.samples).expanduser()
+    if not (run / "checkpoints").is_dir():
+        if o.reference is None:
+            raise ValueError("give --reference: the real images to compare with, such as --reference cifar10")
+        return o
+    from residua.train.options import read_flat, trained_on
+
+    from .sample import SampleOptions, make
+
+    reference = o.reference or trained_on(o.samples)
+    if reference is None:
+        raise ValueError(f"{run} does not say what it was trained on: give --reference")
+    made = make(SampleOptions(o.samples, n=o.n, device=o.device))
+    size = o.img_size or (int(read_flat(run / "config.yaml")["img_size"]),)  # of the samples, so of the reference too
+    return replace(o, samples=str(made), reference=reference, limit=o.limit or o.n, img_size=size)
 
 
 def _out(o: ScoreOptions) -> Path | None:

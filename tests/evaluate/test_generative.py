@@ -18,7 +18,7 @@ from residua.data.arrays import ArraySource
 from residua.evaluate import CacheError, FeatureCache, frechet_distance, kernel_distance, precision_recall, statistics
 from residua.evaluate.extractor import Extractor, script_extractor
 from residua.evaluate.generative import score
-from residua.nn import ViT
+from residua.nn import ViT, create_model
 from residua.train.checkpoint import write_checkpoint
 
 
@@ -292,6 +292,30 @@ def test_the_command_with_arrays_and_a_run(samples: Path, vit: ViT, tmp_path: Pa
     assert "run (layer 2, cls, 16 px), 32 dimensions" in out
     assert "of 10 x 10 px" in out
     assert (tmp_path / "x.score.json").is_file()
+
+
+def test_a_run_stands_for_its_samples_and_its_images(script: Path, tmp_path: Path, capsys) -> None:
+    from residua.data import Preprocessing
+    from residua.nn.diffusion import VP
+
+    model = create_model("uvit", img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2)
+    model.process, model.preprocessing = VP(), Preprocessing((8, 8), (0.5,) * 3, (0.5,) * 3)
+    run = tmp_path / "run"
+    write_checkpoint(run, 1, model, {})
+    (run / "config.yaml").write_text("data: {data: 'shapes?n=20&size=12&test=4', img_size: 8}\n")
+    args = ["score", str(run), "-n", "6", "--extractor", str(script), "--no-cache", "--device", "cpu"]
+    assert cli.main(args) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "6 images of 8 x 8 px (sampler dpm-solver, steps 50" in out
+    assert "shapes train, 20 images of 8 x 8 px" in out
+    made = run / "samples" / "dpm-solver-50-seed0"
+    assert len(list(made.glob("*.png"))) == 6
+    before = {file: file.stat().st_mtime_ns for file in made.glob("*.png")}
+    assert cli.main(args) == 0  # nothing is made twice
+    assert {file: file.stat().st_mtime_ns for file in made.glob("*.png")} == before
+    (run / "config.yaml").unlink()
+    assert cli.main(args) == 2
+    assert "give --reference" in capsys.readouterr().err
 
 
 def test_mistakes_at_the_command(samples: Path, script: Path, tmp_path: Path, capsys) -> None:
