@@ -21,7 +21,7 @@ class SampleOptions:
     anywhere, the same command goes on, and a larger -n adds to what is there."""
 
     model: Positional[str]
-    """A run, a checkpoint, or published U-ViT weights."""
+    """A run, a checkpoint, or published U-ViT or SiT weights."""
     n: Annotated[int, arg(aliases=["-n"])] = 64
     """How many."""
     out: str | None = None
@@ -48,6 +48,8 @@ class SampleOptions:
     """Of the network; default: fp16 on CUDA, else float32. With bf16 steps near pure noise stay in float32."""
     compile: bool = False
     """Compile the network first: half a minute that thousands of samples repay."""
+    latents: str | None = None
+    """Autoencoder (of the diffusers library, by name or folder) that decodes what published weights make in latents."""
     ema: bool = True
     """Use the moving average of the weights, where the run kept one."""
     device: str | None = None
@@ -67,7 +69,7 @@ def make(o: SampleOptions) -> Path | None:
     import torch
 
     from residua.train import checkpoint as ckpt
-    from residua.train.sample import Sampling, check_sampling
+    from residua.train.sample import Sampling, attach_autoencoder, check_sampling
     from residua.train.samplefiles import write_samples
 
     model = ckpt.load(o.model, ema=o.ema)
@@ -79,6 +81,8 @@ def make(o: SampleOptions) -> Path | None:
 
         accelerator = Accelerator(cpu=o.device == "cpu")
         device = accelerator.device
+    if o.latents:
+        attach_autoencoder(model, o.latents, device)
     settings = check_sampling(model, asked, device)
     main = accelerator is None or accelerator.is_main_process
     weights = ckpt.weights_file(Path(o.model).expanduser(), ema=o.ema).resolve()

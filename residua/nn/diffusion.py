@@ -91,6 +91,8 @@ class Flow:
     """The straight path, with velocity prediction."""
 
     predicts: Literal["noise", "velocity"] = "velocity"
+    backwards: bool = False
+    """The network is told 1 - t, as the published SiT models are, instead of 999 t."""
 
     def a(self, t: Tensor) -> Tensor:
         return 1 - t
@@ -105,7 +107,7 @@ class Flow:
         return torch.ones_like(t)
 
     def time_input(self, t: Tensor) -> Tensor:
-        return 999.0 * t
+        return 1 - t if self.backwards else 999.0 * t
 
     def ends(self) -> tuple[float, float]:
         return 1.0, 0.0

@@ -95,9 +95,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
 class Average:
     """Exponential moving average of a model's weights: `average <- d * average + (1 - d) * weights`.
 
-    `d = min(decay, (1 + step) / (10 + step))`: a decay of 0.9999 looks back 10,000 steps, and early on would hold little
-    but the first weights; so at step t it looks back t / 9 at most. Buffers are copied. One fused operation a step, no
-    copy to the host.
+    `d = min(decay, (1 + step) / (10 + step))`: a decay of 0.9999 looks back 10,000 steps, and early on would hold
+    little but the first weights; so at step t it looks back t / 9 at most. Buffers are copied. One fused operation a
+    step, no copy to the host.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from residua.data import mixing, rng
+from residua.data import Preprocessing, mixing, rng
 from residua.data.autoencoder import open_autoencoder
 from residua.nn import SiT, UViT
 from residua.nn.diffusion import SAMPLERS, VP, Denoiser, Process, Steps, clipped, guided, times
@@ -110,6 +110,15 @@ def _numbers(model: Any, classes: Sequence[int | str]) -> tuple[int, ...]:
         raise ValueError(f"class {wrong[0]} was asked for; the model has {model.num_classes}, 0 to "
                          f"{model.num_classes - 1}")  # fmt: skip
     return tuple(found) or tuple(range(model.num_classes))
+
+
+def attach_autoencoder(model: Any, name: str, device: str | torch.device = "cpu") -> None:
+    """Let a model of latents, which came without its autoencoder, be decoded by this one."""
+    space = open_autoencoder(name, torch.device(device)).space
+    if space.channels != model.in_chans:
+        raise ValueError(f"{name} has latents of {space.channels} channels; the model makes {model.in_chans}")
+    side = tuple(n * space.factor for n in model.img_size)
+    model.autoencoder, model.preprocessing = space, Preprocessing(side, (0.5,) * 3, (0.5,) * 3)
 
 
 def labels_of(index: Tensor, settings: Sampling) -> Tensor | None:

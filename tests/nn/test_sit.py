@@ -12,6 +12,7 @@ from torch import Tensor
 
 import residua
 from residua.nn import SiT
+from residua.nn.diffusion import ddim, times
 from residua.nn.stream import walk
 
 TINY: dict[str, Any] = {"img_size": 8, "patch_size": 2, "in_chans": 3, "embed_dim": 16, "depth": 4, "num_heads": 2}
@@ -228,7 +229,22 @@ def test_original_files_load(tmp_path: Path, variance: bool) -> None:
     loaded: Any = residua.load(tmp_path / "SiT.pt")
     assert loaded.config == model.config
     x, t = torch.randn(2, 3, 8, 8), torch.rand(2)
-    assert torch.equal(loaded(x, t), model(x, t))
+    assert torch.equal(loaded(x, t), -model(x, t))  # its velocity leads from noise to data, ours to noise
+
+
+@torch.no_grad()
+def test_published_weights_sample_as_their_authors_did(tmp_path: Path) -> None:
+    """From s = 0 (noise) to 1 (data) in Euler steps of the published velocity."""
+    model = build(embed_dim=64, num_heads=1, num_classes=6, skips=False).float()
+    torch.save({k: v for k, v in model.state_dict().items() if k != "shortcut.alpha"}, tmp_path / "SiT.pt")
+    loaded: Any = residua.load(tmp_path / "SiT.pt")
+    start = torch.randn(2, 3, 8, 8)
+    x = start
+    for i in range(8):
+        x = x + model(x, torch.full((2,), i / 8)) / 8
+    process = loaded.process
+    ours = ddim(lambda z, t: loaded(z, process.time_input(t)), process, start, times(process, 8))
+    torch.testing.assert_close(ours, x, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

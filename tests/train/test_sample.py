@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 import residua
 from residua import cli
 from residua.data import Preprocessing
+from residua.data.autoencoder import LatentSpace
 from residua.nn.diffusion import VP, Flow, clipped, noised, split, target
 from residua.train import fit, sample, samplefiles
 from residua.train.diffuse import prepare
-from residua.train.sample import Sampling, check_sampling, generate, grid_image, labels_of
+from residua.train.sample import Sampling, attach_autoencoder, check_sampling, generate, grid_image, labels_of
 from residua.train.samplefiles import write_samples
 
 QUICK = Sampling(steps=3)
@@ -317,3 +319,15 @@ def test_flow_models_sample_to_their_end() -> None:
     model.process = Flow()
     for sampler in ("dpm-solver", "ddim", "heun", "euler-maruyama"):
         assert residua.sample(model, 2, sampler=sampler, steps=3).shape == (2, 3, 8, 8)
+
+
+def test_published_latents_get_an_autoencoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = LatentSpace("some/vae", 4, 8, 0.18, 0.0, "")
+    monkeypatch.setattr("residua.train.sample.open_autoencoder", lambda *_: SimpleNamespace(space=space))
+    model: Any = residua.create_model("sit", img_size=4, patch_size=2, in_chans=4, embed_dim=16, depth=2, num_heads=2)
+    attach_autoencoder(model, "some/vae")
+    assert model.autoencoder is space
+    assert model.preprocessing.img_size == (32, 32)
+    model.in_chans = 3
+    with pytest.raises(ValueError, match="latents of 4 channels; the model makes 3"):
+        attach_autoencoder(model, "some/vae")
