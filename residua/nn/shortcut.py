@@ -140,6 +140,8 @@ def scaled_add(x: Tensor, f: Tensor, alpha: Tensor) -> Tensor:
     """`alpha * x + f` for a 0-d alpha: one kernel, nothing kept for backward beyond what `x + f` keeps."""
     if torch.compiler.is_compiling() or alpha.requires_grad:
         return x * alpha + f  # the compiler fuses it
+    if not torch.is_autocast_enabled(x.device.type):
+        return torch.addcmul(f, x, alpha)
     with torch.autocast(x.device.type, enabled=False):  # autocast would widen the stream to alpha's float32
         return torch.addcmul(f, x, alpha)
 

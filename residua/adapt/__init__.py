@@ -1,0 +1,10 @@
+"""Foreign models in: those of timm, torchvision, transformers, diffusers, or anyone's own."""
+
+from .foreign import Foreign, encoder_of, untrained
+from .model import blocks_of, fade, is_own, shortcuts, stream, tapped, unfade
+from .names import is_name, open_model
+
+__all__ = [
+    "Foreign", "blocks_of", "encoder_of", "fade", "is_name", "is_own", "open_model", "shortcuts", "stream", "tapped",
+    "unfade", "untrained",
+]  # fmt: skip

@@ -1,0 +1,419 @@
+"""Blocks of unknown models, found by structure and checked: those that map x to x + F(x).
+
+The model runs once on an example. A module that gave back as much as it took is a candidate; one that, on a copy whose
+parameters are all zero, returns its input is residual: what is left of the block without parameters is the shortcut. A
+module whose residual blocks explain it (with those zero and the rest random it adds nothing that depends on its input)
+is a row of blocks, and its blocks are taken; else it is one block, whatever lies inside. A candidate that keeps its
+input in any other way, past all matrices (through an activation, a norm, a learned scale), has a shortcut that cannot
+be scaled from outside: the model is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .block import Kind, plain_class, whole
+
+Found = tuple[str, nn.Module, Kind]
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+SMALL = 96
+"""Pixels at which a model of images is tried first: a check costs little then."""
+
+
+HARMLESS = ("PatchMerging", "PatchEmbed", "Downsample")
+"""How classes are called that come between stages and have no shortcut: not worth a run of the model to see."""
+ASIDE = ("ClassAttentionBlock", "LayerScaleBlockClassAttn", "ClassBlock")
+"""Class attention (CaiT, XCiT, VOLO): it reads the stream into a class token, does not carry it on, stays as it is."""
+
+
+class NoExample(ValueError):
+    """The model does not say what it takes."""
+
+
+@dataclass
+class Call:
+    """The first call of a module in a run."""
+
+    order: int
+    x: Tensor
+    """The stream's shape, type and device; one number, expanded."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keeps: bool
+    """Did the output have the input's shape, in every call?"""
+    named: str | None = None
+    """What forward calls the stream, where it was given by name."""
+    streams: int = 1
+    """How many tensors the module maps to as many of the same shapes."""
+
+    def repeat(self, module: nn.Module, x: Tensor) -> Any:
+        """The same call of this module or its copy, with another stream."""
+        args, kwargs = copy.deepcopy((self.args, self.kwargs))
+        return module(*args, **{self.named: x, **kwargs}) if self.named else module(x, *args, **kwargs)
+
+    def noise(self, seed: int) -> Tensor:
+        rng = torch.Generator().manual_seed(seed)
+        return torch.randn(self.x.shape, generator=rng).to(self.x.device, self.x.dtype)
+
+
+def find_generic(model: nn.Module, example: Any = None, known: Sequence[Found] = ()) -> list[Found]:
+    """Name, block and kind of every block that is residual as a whole, in the order of their calls, `known` ones among
+    them; ValueError says why there are none, or which block is in the way."""
+    return Finder(model, example, known).find()
+
+
+def strangers(model: nn.Module, known: Sequence[str]) -> list[str]:
+    """Classes of which the model has several modules, with modules and parameters in them, outside its known blocks."""
+    hidden = tuple(f"{name}." for name in known)
+    counts: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        around = not name or any(at == name or at.startswith(f"{name}.") for at in known)
+        if around or name.startswith(hidden) or type(module).__module__.startswith("torch.nn") or is_norm(module):
+            continue
+        if list(module.children()) and any(True for _ in module.parameters()):
+            counts[type(module).__name__] += 1
+    return [name for name, count in counts.items() if count > 1 and not name.startswith(HARMLESS + ASIDE)]
+
+
+class Finder:
+    """One search; every check is made on one copy of the model."""
+
+    def __init__(self, model: nn.Module, example: Any, known: Sequence[Found]) -> None:
+        self.model, self.known = model, {at[0]: at for at in known}
+        self.calls, self.sums = record(model, example)
+        self.modules = dict(model.named_modules())
+        hidden = tuple(f"{name}." for name in self.known)
+        self.candidates = [
+            name
+            for name, call in self.calls.items()
+            if name not in self.known and not name.startswith(hidden or "\0") and call.keeps and self.may_be_block(name)
+        ]
+        self.copied = dict(copy.deepcopy(model).requires_grad_(False).named_modules())
+
+    def may_be_block(self, name: str) -> bool:
+        module = self.modules[name]
+        if any(at.startswith(f"{name}.") for at in self.known):
+            return False
+        bare = type(module).__module__.startswith("torch.nn") and not list(module.children())
+        if bare or is_norm(module) or type(module).__name__ in ASIDE:
+            return False
+        return name != "" and any(True for _ in module.parameters())
+
+    def find(self) -> list[Found]:
+        fill(self.copied[""], 0.0)
+        residual = {name for name in self.candidates if self.is_identity(name) and self.is_identity(name, train=True)}
+        randomise(self.copied[""])
+        residual = {name for name in residual if self.has_branch(name)}
+        self.careless = {name for name in residual if self.changes_input(name)}
+        self.counts = Counter(type(self.modules[name]) for name in residual)
+        names = self.outermost("", residual)
+        self.refuse(names, residual)
+        if len(names) < 2:
+            raise ValueError(
+                f"{type(self.model).__name__}: no residual blocks found: of {len(self.calls)} modules fewer than two "
+                f"map x to x + F(x)"
+            )
+        self.warn(names)
+        first = {name: self.calls[name].order for name in names if name in self.calls}
+        names.sort(key=lambda name: first.get(name, len(self.calls)))
+        return [self.known.get(name) or (name, self.modules[name], self.kind(name)) for name in names]
+
+    def outermost(self, name: str, residual: set[str]) -> list[str]:
+        """Blocks at or below a module; each of them is zero in the copy from then on."""
+        if name in self.known:
+            fill(self.copied[name], 0.0)
+            return [name]
+        children = [f"{name}.{child}" if name else child for child, _ in self.modules[name].named_children()]
+        inner = [at for child in children if child in self.modules for at in self.outermost(child, residual)]
+        single = self.counts[type(self.modules[name])] == 1  # what stands alone and has blocks inside surrounds them
+        if name in residual and not (inner and (single or not self.has_branch(name))):
+            fill(self.copied[name], 0.0)
+            return [name]
+        return inner
+
+    def run(self, name: str, seed: int = 0, train: bool = False) -> Tensor | None:
+        """What the copy of a module gives for noise in its first call; None where it fails."""
+        call, module = self.calls[name], self.copied[name]
+        module.train(train)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                out = call.repeat(module, call.noise(seed))
+        except Exception:  # foreign code, on noise: whatever it raises, it is no identity
+            return None
+        finally:
+            module.eval()
+        return out if isinstance(out, Tensor) else out[0]
+
+    def is_identity(self, name: str, train: bool = False) -> bool:
+        out = self.run(name, train=train)
+        return out is not None and torch.equal(out, self.calls[name].noise(0))
+
+    def has_branch(self, name: str) -> bool:
+        """Does block(x) - x depend on x? That of a table of positions does not."""
+        outs = [self.run(name, seed) for seed in (0, 1)]
+        if outs[0] is None or outs[1] is None:
+            return True
+        branch = [
+            out.float() - self.calls[name].noise(seed).float() for seed, out in enumerate(outs) if out is not None
+        ]
+        return not torch.allclose(branch[0], branch[1], rtol=1e-3, atol=1e-4)
+
+    def kind(self, name: str) -> Kind:
+        return whole(stream_name(self.modules[name]), named=self.calls[name].named is not None)
+
+    def refuse(self, names: Sequence[str], residual: set[str]) -> None:
+        """ValueError where a block has a shortcut that cannot be scaled from outside."""
+        inside = tuple(f"{name}." for name in names) or ("\0",)
+        for name in names:
+            if name not in self.known:
+                self.refuse_block(name)
+        for name, call in self.calls.items():
+            around = any(at.startswith(f"{name}.") for at in self.known)
+            empty = not any(True for _ in self.modules[name].parameters())
+            if call.streams > 1 and not (around or empty or name.startswith(inside)):
+                self.fail(name, f"it carries {call.streams} streams at once")
+        keep_vectors(self.copied[""])
+        blocks = {type(self.modules[name]) for name in names}
+        free = [n for n in self.candidates if n not in residual and not n.startswith(inside)]
+        for name in sorted(free, key=lambda n: -n.count(".")):  # innermost first: what surrounds it inherits the fault
+            module, around = self.modules[name], any(at.startswith(f"{name}.") for at in names)
+            if type(module) in blocks:
+                why = self.fault(name, gate=False)
+                if why:
+                    self.fail(name, f"others of its class map x to x + F(x), and this one does not: {why}")
+            elif not around and list(module.children()) and not isinstance(module, CONTAINERS):
+                why = self.fault(name, gate=True)
+                if why:
+                    self.fail(name, why)
+
+    def warn(self, names: Sequence[str]) -> None:
+        """Say which sums of two activations lie outside the blocks found: among them may be shortcuts that stay."""
+        inside = tuple(f"{name}." for name in names)
+        others = [name for name in dict.fromkeys(self.sums) if name not in names and not name.startswith(inside)]
+        if others:
+            classes = ", ".join(f"{type(self.modules[n]).__name__} ({n or 'itself'})" for n in others[:3])
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            warnings.warn(
+                f"{type(self.model).__name__}: {len(names)} blocks fade; {classes}{more} add activations too, "
+                f"and stay as they are",
+                stacklevel=5,
+            )
+
+    def refuse_block(self, name: str) -> None:
+        call = self.calls[name]
+        if call.streams > 1:
+            self.fail(name, f"it carries {call.streams} streams at once")
+        if name in self.careless:
+            self.fail(name, "it changes its input in place")
+
+    def changes_input(self, name: str) -> bool:
+        call = self.calls[name]
+        x = call.noise(0)
+        with torch.no_grad():
+            call.repeat(self.copied[name], x)
+        return not torch.equal(x, call.noise(0))
+
+    def fault(self, name: str, gate: bool) -> str | None:
+        """How a module that is not x + F(x) keeps its input; None where it does not. A gate of one half is let pass on
+        request: squeeze and excitation is x * sigmoid(0) without its weights."""
+        outs = [self.run(name, seed) for seed in (0, 1)]
+        if outs[0] is None or outs[1] is None or torch.equal(outs[0], outs[1]):
+            return None
+        x, y = self.calls[name].noise(0).float(), outs[0].float()
+        if gate and torch.allclose(y, x / 2, atol=1e-6):
+            return None
+        if torch.equal(x, y):
+            return "a parameter scales its shortcut, or training changes it"
+        for act in (torch.relu, torch.nn.functional.silu, torch.nn.functional.gelu, torch.nn.functional.relu6):
+            if torch.allclose(y, act(x), atol=1e-4):
+                return f"its shortcut passes through an activation (post-activation, {act.__name__})"
+        slope = (x * y).sum() / (x * x).sum()
+        if torch.allclose(y, slope * x, atol=1e-5):
+            return f"its shortcut is scaled already: without its branch it returns {slope:.3g} x (gating)"
+        if y.mean().abs() < 0.05 and 0.8 < y.std() < 1.2:
+            return "its shortcut passes through a norm (post-norm)"
+        return "its shortcut is not the identity: something changes x on the way (pooling, scaling, an activation)"
+
+    def fail(self, name: str, why: str) -> None:
+        cls = type(self.modules[name])
+        raise ValueError(
+            f"{type(self.model).__name__}: {name}, a {cls.__module__}.{cls.__qualname__}, cannot fade as a whole: {why}"
+        )
+
+
+def stream_name(block: nn.Module) -> str:
+    """What a block's forward calls its first argument."""
+    return next(p for p in inspect.signature(plain_class(block).forward).parameters if p != "self")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Is a module a normalisation, perhaps with an activation?"""
+    return "norm" in type(module).__name__.lower() and not any(
+        isinstance(inner, nn.Linear | nn.modules.conv._ConvNd) for inner in module.modules()
+    )
+
+
+@torch.no_grad()
+def fill(module: nn.Module, value: float) -> None:
+    """Every parameter, and every running mean (a norm without weights would show it)."""
+    for tensor in (*module.parameters(), *(b for n, b in module.named_buffers() if n.endswith("running_mean"))):
+        tensor.fill_(value)
+
+
+@torch.no_grad()
+def randomise(module: nn.Module) -> None:
+    rng = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            std = 0.5 * max(parameter[0].numel(), 1) ** -0.5 if parameter.ndim > 1 else 0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=rng) * std)
+
+
+@torch.no_grad()
+def keep_vectors(module: nn.Module) -> None:
+    """Zero but for weights that are vectors, which are 1: the stream passes norms and learned scales, and no matrix."""
+    fill(module, 0.0)
+    for name, parameter in module.named_parameters():
+        if parameter.numel() == max(parameter.shape, default=1) and "bias" not in name and "beta" not in name:
+            parameter.fill_(1.0)
+
+
+class Sums(TorchDispatchMode):
+    """Notes, while open, in which module two activations of one shape are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[str] = [""]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor):
+            a, b = args[:2]
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.ndim > 2:
+                self.found.append(self.stack[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def record(model: nn.Module, example: Any = None) -> tuple[dict[str, Call], list[str]]:
+    """Run a model in evaluation; the first call of each module, in order, and the modules that add activations."""
+    calls: dict[str, Call] = {}
+    sums = Sums()
+    started: dict[str, int] = {}
+
+    def forget() -> None:
+        calls.clear()
+        started.clear()
+        sums.found.clear()
+        sums.stack[:] = [""]
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            started.setdefault(name, len(started))
+            sums.stack.append(name)
+
+        return hook
+
+    def after(name: str, module: nn.Module) -> Callable[..., None]:
+        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            sums.stack.pop()
+            x: Any = args[0] if args else kwargs.get(stream_name(module))
+            first = out[0] if type(out) in (tuple, list) and out else out
+            keeps = isinstance(x, Tensor) and isinstance(first, Tensor) and x.is_floating_point()
+            keeps = keeps and x.shape == first.shape and x.dtype == first.dtype
+            if name in calls:
+                calls[name].keeps &= keeps
+                return
+            rest, named = dict(kwargs), None if args else stream_name(module)
+            if named:
+                rest.pop(named, None)
+            like = x.new_empty(()).expand(x.shape) if isinstance(x, Tensor) else torch.empty(0)
+            calls[name] = Call(started[name], like, args[1:], rest, keeps, named)
+            calls[name].streams = count_streams((*args, *kwargs.values()), out)
+
+        return hook
+
+    handles = []
+    for name, module in model.named_modules():
+        if name:
+            handles.append(module.register_forward_pre_hook(before(name)))
+            handles.append(module.register_forward_hook(after(name, module), with_kwargs=True))
+    try:
+        with evaluating(model), torch.no_grad(), sums:
+            run_on_example(model, example, forget)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls, sums.found
+
+
+def count_streams(args: tuple[Any, ...], out: Any) -> int:
+    """How many tensors of a module's output, where that is several, have the shapes of its inputs one by one."""
+    taken = [t for a in args for t in (a if isinstance(a, tuple | list) else (a,)) if isinstance(t, Tensor)]
+    given = [t for t in out if isinstance(t, Tensor)] if isinstance(out, tuple | list) else [out]
+    same = [a for a, b in zip(taken, given) if isinstance(b, Tensor) and a.shape == b.shape and a.is_floating_point()]
+    return max(len(same), 1)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation, and back to what each module was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def run_on_example(model: nn.Module, example: Any, reset: Callable[[], None]) -> None:
+    """Call the model with the example, or with noise: of few pixels, or of as many as the model wants."""
+    if example is not None:
+        args = example if isinstance(example, tuple) else (example,)
+        model(*args)
+        return
+    sizes = default_sizes(model)
+    if not sizes:
+        raise NoExample(
+            f"{type(model).__name__} does not say which input it takes: pass example=, a batch or a tuple of arguments"
+        )
+    like = next(model.parameters())
+    failed: Exception | None = None
+    for size in sizes:
+        reset()
+        try:
+            rng = torch.Generator().manual_seed(0)
+            model(torch.randn(2, *size, generator=rng).to(like.device, like.dtype))
+            return
+        except (RuntimeError, ValueError, AssertionError, IndexError) as error:
+            failed = error
+    raise NoExample(f"{type(model).__name__} does not run on images {sizes[-1]}: pass example= ({failed})") from failed
+
+
+def default_sizes(model: nn.Module) -> list[tuple[int, int, int]]:
+    """(C, H, W) to try in turn, by what the model says of itself."""
+    config = getattr(model, "config", None)
+    timm = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
+    size = timm.get("input_size") if isinstance(timm, dict) else getattr(timm, "input_size", None)
+    pixels = getattr(config, "image_size", None)
+    if size is None and pixels:
+        size = (getattr(config, "num_channels", 3), *(pixels if isinstance(pixels, tuple | list) else (pixels, pixels)))
+    if size is None and type(model).__module__.startswith("torchvision.models"):
+        size = (3, 224, 224)
+    if size is None:
+        return []
+    built = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    channels = size[0]
+    sizes = [(channels, *built)] if isinstance(built, tuple) else [(channels, SMALL, SMALL)]
+    return [*sizes, tuple(size)]

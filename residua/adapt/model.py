@@ -1,0 +1,252 @@
+"""A model of any library as a residual stream: its blocks found, described, faded and tapped, never rebuilt."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from residua.nn.shortcut import Decay
+from residua.nn.stream import Step, Stream, Tap, residual_part
+from residua.nn.stream import fade as own_fade
+from residua.nn.stream import stream as own_stream
+from residua.nn.stream import unfade as own_unfade
+
+from .block import ALPHA, INDEX, Faded, Kind, computed_by, install, plain_class, split, steps_of, uninstall
+from .diffusers_blocks import KINDS as DIFFUSERS
+from .generic import NoExample, find_generic, strangers
+from .timm_blocks import KINDS as TIMM
+from .torchvision_blocks import KINDS as TORCHVISION
+from .transformers_blocks import ASIDE
+from .transformers_blocks import KINDS as TRANSFORMERS
+
+KINDS: dict[str, Kind] = {**TIMM, **TORCHVISION, **TRANSFORMERS, **DIFFUSERS}
+DECAY = "residua_decay"
+"""Attribute of a faded foreign model: the `Decay` it was given."""
+
+
+class Located(NamedTuple):
+    """A block and where it lives."""
+
+    name: str
+    block: nn.Module
+    kind: Kind
+
+
+def is_own(model: nn.Module) -> bool:
+    """Does the model describe its steps itself, as all of ours do?"""
+    part = getattr(model, "encoder", model)
+    return all(hasattr(part, name) for name in ("steps", "embed", "shortcut"))
+
+
+def blocks_of(model: nn.Module, example: Any = None) -> list[Located]:
+    """The residual blocks of a foreign model in order: of known kinds, or else found by their structure.
+
+    The second needs to run the model: on `example`, one batch or a tuple of arguments; by default on noise of the size
+    that the model says it takes.
+    """
+    known = _known(model)
+    if known:
+        refused = [at for at in known if at.kind.reason]
+        if refused:
+            name, block, kind = refused[0]
+            raise ValueError(f"{name}, a {plain_class(block).__name__}, cannot fade: {kind.reason}")
+        if _is_whole(model, known):
+            return known
+        return _in_order(known) if isinstance(known[0].block, Faded) else _with_unknown(model, known, example)
+    return [Located(*found) for found in find_generic(model, example)]
+
+
+def _in_order(faded: list[Located]) -> list[Located]:
+    """Faded blocks as the model computes them, which need not be as its modules are listed."""
+    places = [getattr(at.block, INDEX, -1) for at in faded]
+    if -1 in places or len(set(places)) < len(places):
+        return faded
+    return sorted(faded, key=lambda at: int(getattr(at.block, INDEX)))
+
+
+def _with_unknown(model: nn.Module, known: list[Located], example: Any) -> list[Located]:
+    """Known blocks, and between them those of unknown kinds, where the model has modules that could be such."""
+    others = strangers(model, [at.name for at in known])
+    if not others:
+        return known
+    try:
+        return [Located(*found) for found in find_generic(model, example, known)]
+    except NoExample as error:
+        warnings.warn(f"only known blocks fade; {', '.join(others)} were not looked into: {error}", stacklevel=3)
+        return known
+
+
+def _known(model: nn.Module) -> list[Located]:
+    found: list[Located] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        if isinstance(module, Faded):
+            found.append(Located(name, module, module.residua_kind))
+            return
+        kind = KINDS.get(computed_by(module))
+        if name and computed_by(module) in ASIDE:
+            return
+        if kind is not None:
+            if kind.reason or kind.parts(module):  # without parts: this one has no shortcut
+                found.append(Located(name, module, kind))
+            return
+        for child, inner in module.named_children():
+            visit(f"{name}.{child}" if name else child, inner)
+
+    visit("", model)
+    return found
+
+
+def _is_whole(model: nn.Module, known: Sequence[Located]) -> bool:
+    """Are these layers of transformers or diffusers, which come as one list and are the whole stream?
+
+    Two towers, an encoder with a decoder, or a U-Net are refused: no schedule runs through all of it.
+    """
+    lists = dict.fromkeys(
+        at.name.rpartition(".")[0]
+        for at in known
+        if plain_class(at.block).__module__.startswith(("transformers.", "diffusers."))
+    )
+    if len(lists) > 1:
+        some = ", ".join([*lists][:4]) + (", ..." if len(lists) > 4 else "")
+        raise ValueError(
+            f"{type(model).__name__} has several residual streams ({some}): take one by itself, "
+            f"model.get_submodule({next(iter(lists)).rpartition('.')[0]!r})"
+        )
+    return bool(lists)
+
+
+def stream(model: nn.Module, images: Any = None, *context: Any, **named: Any) -> Stream:
+    """The residual steps of a model, ours or foreign; the model is left as it is.
+
+    >>> for step in residua.stream(timm.create_model("vit_small_patch16_224")):
+    ...     print(step.name, float(step.alpha))
+
+    With images (B, C, H, W), or whatever else the model takes, every step also carries its input and is bound to what
+    its block was called with: masks, positions, conditioning.
+    """
+    if is_own(model):
+        return own_stream(model, images, *context)
+    if images is None:
+        return Stream([step for at in blocks_of(model) for step in steps_of(at.block, at.kind, at.name)])
+    located = blocks_of(model, (images, *context))
+    bound: list[Step] = []
+    for at, args, kwargs in _calls(model, located, (images, *context), named):
+        x, args, kwargs = split(at.kind, args, kwargs)
+        for step in steps_of(at.block, at.kind, at.name, args, kwargs):
+            bound.append(replace(step, input=x))
+            x = step(x)
+    return Stream(bound)
+
+
+def _calls(
+    model: nn.Module, located: Sequence[Located], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[Located, tuple[Any, ...], dict[str, Any]]]:
+    """Run the model once; what each block was called with, in the order of the calls."""
+    calls: list[tuple[Located, tuple[Any, ...], dict[str, Any]]] = []
+    handles = [
+        at.block.register_forward_pre_hook(lambda _, a, k, at=at: calls.append((at, a, k)), with_kwargs=True)
+        for at in located
+    ]
+    try:
+        model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+@contextmanager
+def tapped(model: nn.Module, tap: Tap, located: Sequence[Located] | None = None) -> Iterator[list[str]]:
+    """While open, every forward pass calls `tap(name, stream)` after each block; yields the blocks' names in order."""
+    located = blocks_of(model) if located is None else located
+
+    def hook(name: str) -> Any:
+        return lambda _, __, out: tap(name, out if isinstance(out, Tensor) else out[0])
+
+    handles = [at.block.register_forward_hook(hook(at.name)) for at in located]
+    try:
+        yield [at.name for at in located]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def fade(model: nn.Module, alpha_min: float = 1.0, *, example: Any = None, **decay: Any) -> nn.Module:
+    """Let a model's shortcuts fade, in place; `unfade` undoes it. Keywords: those of `residua.nn.Decay`.
+
+    Ours, and models of timm, torchvision, transformers and diffusers fade at every sublayer; of other models the blocks
+    that map x to x + F(x) are found by structure and fade as wholes. Parameters and their names do not change: a faded
+    model loads the plain one's weights and the other way round. `example` is what to call such a model with, where it
+    does not say which size of images it takes.
+
+    >>> residua.fade(timm.create_model("vit_small_patch16_224"), alpha_min=0.6)
+    """
+    if is_own(model):
+        return own_fade(model, alpha_min, **decay)
+    spec = Decay(alpha_min=alpha_min, **decay)
+    if spec.schedule == "learned":
+        raise ValueError("a learned alpha is a parameter, and fading adds none to a foreign model: choose a schedule")
+    located = blocks_of(model, example)
+    counts = [len(at.kind.parts(at.block)) for at in located]
+    for index, (at, alphas) in enumerate(zip(located, spread(spec, counts).split(counts))):
+        install(at.block, at.kind, alphas, spec.branch_scale, index)
+    setattr(model, DECAY, spec)
+    return model
+
+
+def unfade(model: nn.Module) -> nn.Module:
+    """Back to ordinary shortcuts, `alpha = 1` at every step; a foreign model is as it was."""
+    if is_own(model):
+        return own_unfade(model)
+    for module in list(model.modules()):
+        uninstall(module)
+    if hasattr(model, DECAY):
+        delattr(model, DECAY)
+    return model
+
+
+def spread(decay: Decay, counts: Sequence[int], strength: float = 1.0) -> Tensor:
+    """The alpha of every step of blocks that have `counts` steps each."""
+    if len(set(counts)) == 1:
+        return decay.alphas(len(counts), counts[0], strength)
+    if decay.branches != "both":
+        raise ValueError(f"branches={decay.branches!r} needs blocks of attention and MLP; here they differ")
+    if decay.per == "block":
+        per_block = decay.alphas(len(counts), 1, strength)
+        return per_block.repeat_interleave(torch.tensor(counts))
+    return decay.alphas(sum(counts), 1, strength)
+
+
+class Shortcuts:
+    """The alphas of a faded foreign model, as `residua.nn.shortcut.Shortcuts` offers those of ours."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.blocks = [at.block for at in _in_order(_known(model)) if isinstance(at.block, Faded)]
+        self.decay: Decay = getattr(model, DECAY)
+
+    @property
+    def alpha(self) -> Tensor:
+        return torch.cat([getattr(block, ALPHA) for block in self.blocks])
+
+    @torch.no_grad()
+    def set_strength(self, strength: float) -> None:
+        """Annealing: 0 is an ordinary residual network, 1 the full decay."""
+        if not 0.0 <= strength <= 1.0:
+            raise ValueError(f"strength is {strength}; it must lie in [0, 1]")
+        counts = [len(getattr(block, ALPHA)) for block in self.blocks]
+        for block, alphas in zip(self.blocks, spread(self.decay, counts, strength).split(counts)):
+            getattr(block, ALPHA).copy_(alphas)
+
+
+def shortcuts(model: nn.Module) -> Any:
+    """The alphas of a model, ours or faded: `.alpha`, `.decay`, `.set_strength(s)`; None where nothing fades."""
+    if is_own(model):
+        return residual_part(model).shortcut
+    return Shortcuts(model) if hasattr(model, DECAY) else None

@@ -1,0 +1,223 @@
+"""How a foreign model fades: nothing of it changes but what its blocks compute, and all of that can be undone."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch._dynamo.testing
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import residua
+from residua.adapt import blocks_of, shortcuts, tapped
+from residua.adapt.block import ALPHA, Faded, Kind, Part, computed_by, install, refused
+from residua.nn.shortcut import Decay
+
+
+def vit(**kwargs: Any) -> nn.Module:
+    torch.manual_seed(0)
+    size: dict[str, Any] = dict(img_size=32, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+    return timm.create_model("vit_tiny_patch16_224", **size | kwargs).eval()
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def alphas(model: nn.Module) -> Tensor:
+    return shortcuts(model).alpha
+
+
+def test_a_faded_model_has_the_same_parameters_buffers_on_disk_and_classes_by_name(images: Tensor) -> None:
+    model = vit()
+    names, state = [n for n, _ in model.named_parameters()], list(model.state_dict())
+    residua.fade(model, alpha_min=0.5)
+    assert [n for n, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == state
+    assert isinstance(model.blocks[0], timm.models.vision_transformer.Block)
+    assert type(model.blocks[0]).__name__ == "Block"
+    assert computed_by(model.blocks[0]) == "timm.models.vision_transformer.Block"
+    torch.testing.assert_close(alphas(model), torch.tensor([1.0, 5 / 6, 4 / 6, 0.5]))
+
+
+def test_state_dicts_travel_both_ways(images: Tensor) -> None:
+    faded, plain, other = residua.fade(vit(), alpha_min=0.5), vit(), vit()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1)
+    faded.load_state_dict(other.state_dict())
+    plain.load_state_dict(faded.state_dict())
+    assert torch.equal(plain(images), other(images))
+    assert not torch.equal(faded(images), other(images))
+
+
+def test_copies_and_pickles_fade_too_and_apart(images: Tensor) -> None:
+    model = residua.fade(vit(), alpha_min=0.5)
+    out = model(images)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin.blocks[0]) is type(model.blocks[0])
+        assert torch.equal(twin(images), out)
+        residua.unfade(twin)
+        assert torch.equal(twin(images), vit()(images))
+        assert torch.equal(model(images), out)
+
+
+def test_half_precision_keeps_alphas_exact_and_the_stream_half(images: Tensor) -> None:
+    model = residua.fade(vit(), alpha_min=0.3)
+    before = alphas(model).clone()
+    model.bfloat16()
+    assert alphas(model).dtype == torch.float32
+    assert torch.equal(alphas(model), before)
+    out = model(images.bfloat16())
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), residua.fade(vit(), alpha_min=0.3)(images), rtol=0.1, atol=0.05)
+    model.to("meta")
+    assert alphas(model).device.type == "meta"
+
+
+def test_autocast_leaves_the_stream_as_the_plain_model_has_it(images: Tensor) -> None:
+    plain, faded = vit(), residua.fade(vit(), alpha_min=1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(plain(images), faded(images))
+    stock, ours = vit().bfloat16(), residua.fade(vit(), alpha_min=1.0).bfloat16()
+    kinds: set[torch.dtype] = set()
+    with torch.autocast("cpu", torch.bfloat16), tapped(ours, lambda _, x: kinds.add(x.dtype)):
+        assert torch.equal(stock(images.bfloat16()), ours(images.bfloat16()))
+    assert kinds == {torch.bfloat16}
+
+
+def test_gradient_checkpointing_changes_nothing(images: Tensor) -> None:
+    grads = []
+    for recompute in (False, True):
+        model = residua.fade(vit(), alpha_min=0.5).train()
+        model.set_grad_checkpointing(recompute)
+        model(images).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_distributed(images: Tensor, tmp_path: Any) -> None:
+    if not dist.is_available():
+        pytest.skip("torch was built without distributed")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = residua.fade(vit(), alpha_min=0.5)
+        alone = copy.deepcopy(model)
+        wrapped = DistributedDataParallel(model)
+        wrapped(images).square().sum().backward()
+        alone(images).square().sum().backward()
+        for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_schedules_reach_the_blocks() -> None:
+    for decay in (
+        dict(alpha_min=0.6, per="block"),
+        dict(alpha_min=0.6, branches="attn"),
+        dict(alpha_min=0.6, until=0.5),
+        dict(alpha_min=0.6, schedule="cosine"),
+        dict(alpha_eff=0.1),
+        dict(control="both"),
+    ):
+        model = residua.fade(vit(), **decay)
+        torch.testing.assert_close(alphas(model), Decay(**decay).alphas(2, 2).float())
+        torch.testing.assert_close(residua.stream(model).alphas, alphas(model))
+    with pytest.raises(ValueError, match="learned"):
+        residua.fade(vit(), schedule="learned")
+
+
+def test_controls_scale_the_branch(images: Tensor) -> None:
+    model = residua.fade(vit(), control="branch")
+    block, x = model.blocks[0], torch.randn(2, 5, 32)
+    y = x + block.attn(block.norm1(x)) * 0.5**0.5
+    torch.testing.assert_close(block(x), y + block.mlp(block.norm2(y)) * 0.5**0.5)
+    x = residua.stream(model, images)[-1].input
+    assert x is not None
+    torch.testing.assert_close(model.forward_head(model.norm(residua.stream(model, images)[-1](x))), model(images))
+
+
+def test_annealing_moves_alphas_from_one_to_their_target(images: Tensor) -> None:
+    plain, model = vit(), residua.fade(vit(), alpha_min=0.4)
+    target = alphas(model).clone()
+    shortcuts(model).set_strength(0.0)
+    assert torch.equal(model(images), plain(images))
+    shortcuts(model).set_strength(0.5)
+    torch.testing.assert_close(alphas(model), (1 + target) / 2)
+    shortcuts(model).set_strength(1.0)
+    torch.testing.assert_close(alphas(model), target)
+    with pytest.raises(ValueError, match="strength"):
+        shortcuts(model).set_strength(1.5)
+    assert shortcuts(plain) is None
+
+
+def test_fading_again_replaces_and_unfading_leaves_no_trace(images: Tensor) -> None:
+    model = vit()
+    out, inside = model(images), set(vars(model.blocks[0]))
+    residua.fade(residua.fade(model, alpha_min=0.2), alpha_min=0.5)
+    assert torch.equal(model(images), residua.fade(vit(), alpha_min=0.5)(images))
+    residua.unfade(model)
+    assert torch.equal(model(images), out)
+    assert set(vars(model.blocks[0])) == inside
+    assert not any(name.startswith("residua") for name, _ in model.named_buffers())
+
+
+def test_compiled_and_annealed_without_compiling_again(images: Tensor) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    model = residua.fade(vit(embed_dim=16), alpha_min=0.5)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for strength in (1.0, 0.3):
+        shortcuts(model).set_strength(strength)
+        torch.testing.assert_close(compiled(images), model(images), rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+def test_a_stream_bound_to_images_is_the_model_step_by_step(images: Tensor) -> None:
+    model = residua.fade(vit(), alpha_min=0.5)
+    bound = residua.stream(model, images)
+    assert [step.name for step in bound] == ["blocks.0.attn", "blocks.0.mlp", "blocks.1.attn", "blocks.1.mlp"]
+    x = bound[0].input
+    assert x is not None
+    for step in bound:
+        torch.testing.assert_close(step.input, x)
+        x = step.alpha * x + step.branch(x)
+    torch.testing.assert_close(model.norm(x), model.forward_features(images))
+
+
+def test_the_stream_of_a_plain_model_leaves_it_plain(images: Tensor) -> None:
+    model = vit()
+    assert residua.stream(model).alpha_eff == 1.0
+    assert not any(isinstance(module, Faded) for module in model.modules())
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_another_kind() -> None:
+    class Mine(timm.models.vision_transformer.Block):
+        def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+            return torch.relu(super().forward(x))
+
+    model = vit(block_fn=Mine)
+    with pytest.raises(ValueError, match=r"blocks\.0.*Mine.*post-activation"):
+        residua.fade(model, alpha_min=0.5)
+
+
+def test_what_cannot_fade_says_so() -> None:
+    block = vit().blocks[0]
+    with pytest.raises(ValueError, match="because"):
+        install(block, refused("because"), torch.ones(2))
+    block.forward = lambda x: x
+    with pytest.raises(ValueError, match="replaced on the instance"):
+        install(block, Kind(lambda b: [Part("", lambda x: x)]), torch.ones(1))
+
+
+def test_blocks_know_where_they_live() -> None:
+    located = blocks_of(vit())
+    assert [at.name for at in located] == ["blocks.0", "blocks.1"]
+    assert not hasattr(located[0].block, ALPHA)
+    assert [part.name for part in located[0].kind.parts(located[0].block)] == ["attn", "mlp"]
