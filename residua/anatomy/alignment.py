@@ -22,7 +22,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from .jacobian import JacobianSVD, Method, NotDifferentiable, Products, jacobian_svd
+from .jacobian import JacobianSVD, Method, NotDifferentiable, Products, exact, formed_for, jacobian_svd
 
 Gauge = Literal["J", "J/alpha"]
 Map = Callable[[Tensor], Tensor]
@@ -203,10 +203,11 @@ def measure(
     grids: list[Tensor] = []
     swapped: list[Tensor] = []
     for i, (block, scale) in enumerate(zip(blocks, scales)):
-        products = Products(block.branch, block.x, budget)
+        products = formed_for(Products(block.branch, block.x, budget), 2 * len(blocks) * k)
         for left, right, into in ((u, v, grids), (v, u, swapped)):
-            pushed = products.push(right.flatten(1, 2)).unflatten(1, right.shape[1:3]) * scale
-            into.append(torch.einsum("bjkn,bjln->bjkl", left, pushed))  # (B, L, K, K): U_j^T J_i V_j, then V and U
+            with exact():
+                pushed = products.push(right.flatten(1, 2)).unflatten(1, right.shape[1:3]) * scale
+                into.append(torch.einsum("bjkn,bjln->bjkl", left, pushed))  # (B, L, K, K): U_j^T J_i V_j, then V and U
         swapped[-1] = swapped[-1].abs().mean(0)
         if progress is not None:
             progress(len(blocks) + i + 1, 2 * len(blocks))

@@ -15,11 +15,17 @@ can be given more values.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from itertools import starmap
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal, get_args
+
+import torch
 
 import residua.data
 from residua.evaluate.finetune import finetune
@@ -35,7 +41,8 @@ RECIPE: dict[str, Any] = {
     "flip": False, "scale": (1.0, 1.0),
 }  # fmt: skip
 """Plain SGD on images as they are, with enough weight decay for alignment to show in a minute of one core."""
-MACHINE: dict[str, Any] = {"trackers": (), "keep": 1}
+MACHINE: dict[str, Any] = {"trackers": (), "keep": 1, "compile": False, "precision": "fp32"}
+"""These networks are so small that compiling them takes longer than it saves."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +97,13 @@ def plan(
     classes: Sequence[int] = (2, 4, 7, 10),
     rates: Sequence[float] = (0.0, 0.25, 0.5),
     seeds: int = 1,
+    seed: int = 0,
     **recipe: Any,
 ) -> list[Case]:
-    """The networks of a study. `recipe` overrides `RECIPE`; lists that the kind does not vary are left alone."""
+    """The networks of a study, `seeds` of every setting from `seed` on.
+
+    `recipe` overrides `RECIPE`; lists that the kind does not vary are left alone.
+    """
     if kind not in get_args(Kind):
         raise ValueError(f"there is no counterfactual {kind!r}; choose one of {', '.join(get_args(Kind))}")
     if kind != "shortcut" and kind != "depth" and len(depths) != 1:
@@ -115,7 +126,9 @@ def plan(
         case "decay":
             varied = [("alpha_min", a, {"alpha_min": a}) for a in alphas]
     return [
-        Case(series, float(x), seed, base | own | {"seed": seed}) for series, x, own in varied for seed in range(seeds)
+        Case(series, float(x), s, base | own | {"seed": s})
+        for series, x, own in varied
+        for s in range(seed, seed + seeds)
     ]
 
 
@@ -131,15 +144,26 @@ def run(
     gauges: Sequence[Gauge] = ("J",),
     split: Literal["train", "test"] = "train",
     device: str = "cpu",
+    jobs: int = 1,
     each: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Train and measure every network that is not there yet, each in `folder/NAME`."""
-    look, found = look or Look(), []
-    for case in cases:
-        there = _check_folder(case, folder / case.name)
-        outcome = _measure(case, folder / case.name, there, look, gauges, split, device)
-        each(outcome)
-        found.append(outcome)
+    """Train and measure every network that is not there yet, each in `folder/NAME`, `jobs` of them at a time."""
+    if jobs < 1:
+        raise ValueError(f"{jobs} jobs: give at least one")
+    there = [_check_folder(case, folder / case.name) for case in cases]
+    asked = [
+        (case, folder / case.name, done, look or Look(), gauges, split, device) for case, done in zip(cases, there)
+    ]
+    with ExitStack() as stack:
+        outcomes: Iterable[Outcome] = starmap(_measure, asked)
+        if jobs > 1:
+            threads = max(1, torch.get_num_threads() // jobs)
+            pool = ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (threads,))
+            outcomes = stack.enter_context(pool).map(_measure, *zip(*asked))
+        found = []
+        for outcome in outcomes:
+            each(outcome)
+            found.append(outcome)
     return found
 
 
@@ -182,6 +206,15 @@ def _measure(
             laws[gauge] = part.laws.to_dict()
         write_text(cache, json.dumps({"look": asked, "laws": laws}))
     return Outcome(case, accuracy, {gauge: laws[gauge] for gauge in gauges}, reused)
+
+
+def accuracies(outcomes: Sequence[Outcome], series: str) -> list[Point]:
+    """Test accuracy over one series, in percent; a single network has no spread."""
+    by_x: dict[float, list[float]] = {}
+    for outcome in outcomes:
+        if outcome.case.series == series:
+            by_x.setdefault(outcome.case.x, []).append(outcome.accuracy)
+    return [Point(x, fmean(own), stdev(own) if len(own) > 1 else 0.0) for x, own in sorted(by_x.items())]
 
 
 def points(outcomes: Sequence[Outcome], series: str, number: str, gauge: str = "J") -> list[Point]:

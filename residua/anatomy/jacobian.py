@@ -7,14 +7,19 @@ applies all of them to one vector each, one reverse-mode product all transposes.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .lanczos import Operator, lanczos
 
 Map = Callable[[Tensor], Tensor]
 Method = Literal["auto", "dense", "formed", "lanczos"]
@@ -22,8 +27,9 @@ Method = Literal["auto", "dense", "formed", "lanczos"]
 DENSE_ENTRIES = 2**23  # of one sample's Jacobian; 2,048 x 2,048 is half of it
 DENSE_SIDE = 400  # below, a full decomposition is quicker than finding some of it
 _WORKING_COPIES = 16  # of a probe and its image, that a chunk of products may take on the way
+_INNER_COPIES = 6  # of the largest tensor on the way
 
-_PATIENCE = 40  # rounds of Lanczos on a formed matrix before it is decomposed instead
+_PATIENCE = 200  # rounds of Lanczos on a formed matrix before it is decomposed instead
 
 
 class NotDifferentiable(ValueError):
@@ -56,7 +62,7 @@ def jacobian_svd(
     *,
     method: Method = "auto",
     tol: float | None = None,
-    rounds: int = 300,
+    rounds: int = 1500,
     budget: float = 2.0,
     seed: int = 0,
 ) -> JacobianSVD:
@@ -64,13 +70,16 @@ def jacobian_svd(
 
     `f` maps a batch (B, ...) to a batch (B, ...) sample by sample: evaluation mode, no batch statistics; a residual
     step's branch will do. Shapes of input and output may differ. Precision is that of `x`: use float64 where a rank
-    is claimed. "lanczos" is a block Lanczos method with full re-orthogonalisation that grows its subspace by the
-    residuals `J^T u - s v` until all are within `tol` of the largest singular value (default 1e-9 in float64, 1e-5 in
-    float32), or `rounds` products were made. "dense" forms the Jacobian and decomposes it; "formed" forms it and uses
-    Lanczos on the matrix, and decomposes it where that does not converge. By itself it takes "dense" for a few hundred
-    dimensions, "formed" up to about 2,000, and "lanczos", which needs no matrix, beyond. Judge by `converged`, not by
-    the count: where s_k is close to s_{k+1} the last vectors are nearly undefined. `budget` in GiB bounds the memory of
-    one chunk of products.
+    is claimed.
+
+    "lanczos" is block Golub-Kahan-Lanczos with full re-orthogonalisation and thick restarts, on the map made linear
+    once. It goes on until all residuals `J^T u - s v` are within `tol` of the largest singular value (default 1e-9 in
+    float64, 1e-5 in float32), or `rounds` products of four vectors each were made. "dense" forms the Jacobian and
+    decomposes it; "formed" forms it and uses Lanczos on the matrix, and decomposes it where that does not converge. By
+    itself it takes "dense" for a few hundred dimensions, "formed" up to about 2,000, and "lanczos", which needs no
+    matrix, beyond. Judge by `converged`, not by the count: where s_k is close to s_{k+1} the last vectors are nearly
+    undefined. `budget` in GiB bounds the memory of one chunk of products; beside it "lanczos" keeps 160, or 8 k,
+    vectors of both sides for every sample.
 
     >>> svd = jacobian_svd(step.branch, step.input.double(), k=30)
     >>> svd.S[0], svd.residual.max()
@@ -88,12 +97,14 @@ def jacobian_svd(
     if method == "auto":
         method = _choose(m, n, k)
     tol = tol if tol is not None else (1e-9 if x.dtype == torch.float64 else 1e-5)
-    with says_what_to_do(budget, len(x)):
+    with says_what_to_do(budget, len(x)), exact():
+        if method == "lanczos":
+            products.linearize()
         operator = products if method == "lanczos" else Matrices(_full(products))
         if method == "dense":
             (u, s, v), used = operator.decompose(k), 0  # type: ignore[union-attr]
         else:
-            u, s, v, used = _lanczos(operator, k, tol, rounds if method == "lanczos" else _PATIENCE, seed)
+            u, s, v, used = lanczos(operator, k, tol, rounds if method == "lanczos" else _PATIENCE, seed)
         residual = _residual(operator, u, s, v)
         if method == "formed" and bool((residual > 10 * tol * s[:, :1]).any()):
             (u, s, v), used = operator.decompose(k), 0  # type: ignore[union-attr]
@@ -106,18 +117,6 @@ def _choose(m: int, n: int, k: int) -> Method:
     if 4 * k >= min(m, n) or (min(m, n) < DENSE_SIDE and m * n <= DENSE_ENTRIES):
         return "dense"
     return "formed" if m * n <= DENSE_ENTRIES else "lanczos"
-
-
-class Operator(Protocol):
-    """J and J^T of every sample, applied to (B, p, size) vectors."""
-
-    x: Tensor
-    in_size: int
-    out_size: int
-
-    def push(self, v: Tensor) -> Tensor: ...
-
-    def pull(self, u: Tensor) -> Tensor: ...
 
 
 class Matrices:
@@ -138,13 +137,24 @@ class Matrices:
         return u.mT[:, :k].contiguous(), s[:, :k].contiguous(), vh[:, :k].contiguous()
 
 
+class _Sizes(TorchDispatchMode):
+    """Remembers how large results get."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.largest = max(self.largest, *(y.numel() for y in tree_leaves(result) if isinstance(y, Tensor)), 0)
+        return result
+
+
 class Products:
     """J and J^T of a map at a batch, in chunks of vectors that fit a budget."""
 
     def __init__(self, f: Map, x: Tensor, budget: float = 2.0) -> None:
         self.x = x.detach()
         self.budget = budget
-        with exact_attention(), torch.no_grad():  # nothing is kept for the weights
+        with exact(), torch.no_grad():  # nothing is kept for the weights
             try:
                 with says_what_to_do(budget, len(x)):
                     out, pull = torch.func.vjp(f, self.x)[:2]
@@ -158,18 +168,45 @@ class Products:
         self.f = f
         self.shape = out.shape[1:]
         self.in_size, self.out_size = math.prod(x.shape[1:]), math.prod(self.shape)
-        each = _WORKING_COPIES * len(x) * (self.in_size + self.out_size) * x.element_size()
-        self.chunk = max(1, int(budget * 2**30 / each))
+        each = max(_WORKING_COPIES * len(x) * (self.in_size + self.out_size), _INNER_COPIES * self._largest())
+        self.chunk = max(1, int(budget * 2**30 / (each * x.element_size())))
         self.forward_mode = self._try_forward_mode()
+        self._linear: Map | None = None
+
+    def _largest(self) -> int:
+        """Numbers in the largest tensor on the way: a branch may run on more than the part that is measured."""
+        sizes = _Sizes()
+        with exact(), torch.no_grad(), sizes:
+            self.f(self.x)
+        return sizes.largest
 
     def _try_forward_mode(self) -> bool:
         """Fused kernels and custom functions may have no forward-mode derivative; the reverse mode twice does it."""
-        with exact_attention(), torch.no_grad():
+        with exact(), torch.no_grad():
             try:
                 torch.func.jvp(self.f, (self.x,), (torch.zeros_like(self.x),))
-            except (RuntimeError, NotImplementedError):
+            except (RuntimeError, NotImplementedError) as error:
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                text = f"no forward-mode derivative, so products with J go by the reverse mode twice, slower: {reason}"
+                warnings.warn(text, stacklevel=4)
                 return False
         return True
+
+    def linearize(self) -> None:
+        """Keep what products with J need of f at x, instead of computing it anew for each: worth it for many."""
+        if not self.forward_mode:
+            return
+        with exact(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about constants that tracing folds
+            try:
+                linear = torch.func.linearize(self.f, self.x)[1]
+                probe = torch.vmap(linear, in_dims=1)(self.x[:, None])  # some graphs cannot be mapped over probes
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # whatever tracing does not support: the plain product serves
+                return
+        del probe
+        self._linear = linear
 
     def outputs(self, u: Tensor) -> Tensor:
         return u.unflatten(-1, self.shape) if self.shape else u
@@ -186,6 +223,8 @@ class Products:
         return self._chunked(lambda one: self._pull(one)[0], self.outputs(u)).flatten(2)
 
     def _push_one(self, v: Tensor) -> Tensor:
+        if self._linear is not None:
+            return self._linear(v)
         if self.forward_mode:
             return torch.func.jvp(self.f, (self.x,), (v,))[1]
         # J^T u is linear in u, so its own transpose, taken at any u, is J
@@ -194,7 +233,7 @@ class Products:
 
     def _chunked(self, product: Map, vectors: Tensor) -> Tensor:
         plain = torch.autocast(vectors.device.type, enabled=False)
-        with exact_attention(), torch.no_grad(), plain, says_what_to_do(self.budget, len(self.x)):
+        with exact(), torch.no_grad(), plain, says_what_to_do(self.budget, len(self.x)):
             return torch.vmap(product, in_dims=1, out_dims=1, chunk_size=self.chunk)(vectors)
 
 
@@ -221,14 +260,32 @@ def says_what_to_do(budget: float, samples: int) -> Iterator[None]:
         ) from error
 
 
-def exact_attention() -> AbstractContextManager[Any]:
-    """Attention by plain operations: fused kernels have no forward-mode derivative."""
-    return sdpa_kernel(SDPBackend.MATH)
+@contextmanager
+def exact() -> Iterator[None]:
+    """Attention by plain operations (fused kernels have no forward-mode derivative), and products in full precision."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def dense_jacobian(f: Map, x: Tensor, budget: float = 2.0) -> Tensor:
     """(B, out, in): every sample's Jacobian in full; columns by forward or rows by reverse mode, the fewer."""
     return _full(Products(f, x, budget))
+
+
+def formed_for(products: Products, vectors: int) -> Operator:
+    """The Jacobians as matrices where these are small and cost less than products with so many vectors."""
+    m, n = products.out_size, products.in_size
+    if min(m, n) <= vectors and m * n <= DENSE_ENTRIES:
+        return Matrices(_full(products))
+    products.linearize()
+    return products
 
 
 def _full(products: Products) -> Tensor:
@@ -238,53 +295,3 @@ def _full(products: Products) -> Tensor:
         return products.push(eye).mT
     eye = torch.eye(m, dtype=x.dtype, device=x.device).expand(len(x), m, m)
     return products.pull(eye)
-
-
-def _lanczos(products: Operator, k: int, tol: float, rounds: int, seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Rayleigh-Ritz on a growing subspace of inputs: Q (B, q, in) orthonormal rows, P = J Q.
-
-    The triplets of P's small factor are those of J restricted to the subspace: `J v = s u` holds exactly, and
-    `J^T u - s v` is both the error and, made orthogonal to Q, the next block. That is block Lanczos on J^T J without
-    squaring J. When the subspace is full it is cut back to its leading Ritz vectors (thick restart).
-    """
-    x, n = products.x, products.in_size
-    block = min(k + max(4, k // 4), n)
-    most = min(n, max(6 * block, 120))
-    generator = torch.Generator().manual_seed(seed)
-    start = torch.randn(n, block, generator=generator, dtype=torch.float64).to(x)
-    new = _orthonormal(start.T.expand(len(x), block, n))
-    q = x.new_zeros(len(x), 0, n)
-    p = x.new_zeros(len(x), 0, products.out_size)
-    used = 0
-    while True:
-        q, p = torch.cat([q, new], 1), torch.cat([p, products.push(new)], 1)
-        u, s, w = _ritz(p)
-        v = w @ q
-        lead = min(block, s.shape[1])
-        left = products.pull(u[:, :lead]) - s[:, :lead, None] * v[:, :lead]
-        used += 1
-        error = left[:, :k].norm(dim=-1)
-        # a triplet whose value is zero to rounding has nothing left to converge to
-        done = (error <= tol * s[:, :1]) | (s[:, :k] <= tol * s[:, :1])
-        if bool(done.all()) or used >= rounds or q.shape[1] >= n:
-            return u[:, :k].contiguous(), s[:, :k].contiguous(), v[:, :k].contiguous(), used
-        if q.shape[1] + lead > most:
-            keep = min(2 * block, q.shape[1])
-            q, p = v[:, :keep], s[:, :keep, None] * u[:, :keep]
-        new = _orthonormal(left[:, : n - q.shape[1]], against=q)
-
-
-def _ritz(p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From P = J Q: left vectors (B, q, out), values (B, q), and the combinations (B, q, q) of Q that are the right."""
-    basis, r = torch.linalg.qr(p.mT)  # (B, out, q), (B, q, q)
-    u, s, vh = torch.linalg.svd(r.double())
-    return (basis @ u.to(basis)).mT, s.to(p), vh.to(p)
-
-
-def _orthonormal(rows: Tensor, against: Tensor | None = None) -> Tensor:
-    """Rows made orthonormal, and orthogonal to the rows of `against`; twice, which is enough."""
-    for _ in range(2):
-        if against is not None and against.shape[1]:
-            rows = rows - (rows @ against.mT) @ against
-        rows = torch.linalg.qr(rows.mT)[0].mT
-    return rows

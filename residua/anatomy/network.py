@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.nn.stream import Step, stream
+from residua.adapt import stream
+from residua.nn.stream import Step
 
 from .alignment import Alignment, Block, Gauge, measure
 from .jacobian import Method

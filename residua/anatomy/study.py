@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from residua.adapt import Foreign, is_own, stream
+from residua.adapt.foreign import preprocessing_of
 from residua.data import DataError, Preprocessing, Source, Splits
 from residua.evaluate.reading import frozen
 from residua.nn import Classifier, ResNet, SiT, UniformNet, UViT
-from residua.nn.stream import stream
 from residua.train.checkpoint import checkpoints, load
 
 from .alignment import Alignment, Gauge, measure, stream_points
@@ -100,7 +101,7 @@ def study(
 ) -> Anatomy:
     """Residual Alignment and Neural Collapse of a trained network, on images of its training and test split.
 
-    Works for every network of ours that has a residual stream (an autoencoder's is its encoder's). C of RA3 is the
+    Works for every network with a residual stream (an autoencoder's is its encoder's), ours or foreign. C of RA3 is the
     number of classes that a classifier was trained on.
 
     >>> found = study(residua.load("runs/a"), residua.data.load("digits"))
@@ -125,8 +126,8 @@ def check(model: nn.Module, splits: Splits, look: Look) -> None:
         )
     try:
         steps = stream(model)
-    except TypeError as error:
-        raise ValueError(f"no residual blocks found: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError("no residual blocks found: " + str(error).replace("no residual blocks found: ", "")) from error
     if len(steps) < 2:
         raise ValueError(f"{type(model).__name__} has {len(steps)} residual step: alignment compares at least two")
     if look.k < 1 or look.images < 1 or look.budget <= 0:
@@ -134,8 +135,9 @@ def check(model: nn.Module, splits: Splits, look: Look) -> None:
             f"{look.k} triplets of {look.images} images with a budget of {look.budget:g} GiB: all must be positive"
         )
     body: Any = getattr(model, "encoder", model)
-    if splits.train.channels != body.in_chans:
-        raise DataError(f"{splits.train.name} has {splits.train.channels} channels, the network takes {body.in_chans}")
+    takes = body.in_chans if is_own(model) else preprocessing_of(model).in_chans
+    if splits.train.channels not in ((takes,) if is_own(model) else (1, takes)):
+        raise DataError(f"{splits.train.name} has {splits.train.channels} channels, the network takes {takes}")
 
 
 def _sources(splits: Splits, split: Split) -> dict[str, Source | None]:
@@ -226,6 +228,8 @@ def trained_classes(model: nn.Module) -> int | None:
 
 def preprocessing(model: nn.Module, train: Source) -> Preprocessing:
     """The network's own, or its image size with the statistics of the training images."""
+    if not is_own(model):
+        return preprocessing_of(model)
     body: Any = getattr(model, "encoder", model)
     own = getattr(model, "preprocessing", None) or body.preprocessing
     return own or Preprocessing(body.img_size, *train.stats(), body.in_chans)
@@ -263,6 +267,10 @@ def layers(
 
 def _features(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
     """Pooled features of every layer; of a classifier the last are those that its head sees, with its logits."""
+    if not is_own(model):
+        tokens: dict[str, Tensor] = {}
+        last_tokens = Foreign(model).forward_features(images, tokens.__setitem__)
+        return {name.removesuffix(".mlp"): x.mean(1) for name, x in tokens.items()} | {"last": last_tokens.mean(1)}
     steps = stream(model, images)
     network: Any = model
     inputs: list[Any] = [step.input for step in steps]

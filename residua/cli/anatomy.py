@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import console, data_of, note, say, show
+from .console import console, data_of, img_size, note, open_any, say, show
 
 if TYPE_CHECKING:
     from residua.anatomy.study import Moment
@@ -21,7 +21,12 @@ class AnatomyOptions:
     """Residual Alignment: what the blocks of a trained network do, measured by the Jacobians of their branches."""
 
     model: Positional[str]
-    """A run or a checkpoint: classifiers, autoencoders and encoders."""
+    """A run or a checkpoint (classifiers, autoencoders, encoders), or a model by name: torchvision:resnet18,
+    timm:NAME, transformers:FOLDER."""
+    weights: str | None = None
+    """Of a model by name: a file of weights instead of the published ones, or random."""
+    img_size: tuple[int, ...] = ()
+    """Of a model by name: another image size, SIDE or HEIGHT WIDTH."""
     data: str | None = None
     """Source of images; default: what the run was trained on."""
     top: int = 30
@@ -57,13 +62,15 @@ def anatomy(args: list[str]) -> None:
     import torch
 
     import residua
+    from residua.adapt import is_name
     from residua.anatomy.study import Look, along, study
     from residua.report.anatomy import anatomy_page
     from residua.train.checkpoint import write_text
+    from residua.train.session import slug
 
     o = tyro.cli(AnatomyOptions, args=args, prog="residua anatomy")
     run = Path(o.model).expanduser()
-    model = residua.load(run)
+    model = open_any(o.model, o.weights, img_size(o.img_size))
     splits = residua.data.load(o.data or data_of(o.model))
     look = Look(
         k=o.top, images=o.images, gauge=o.gauge, token=o.token, precision=o.precision, method=o.method,
@@ -81,6 +88,8 @@ def anatomy(args: list[str]) -> None:
             note(f"{100 * (1 - laws.converged):.1f} % of the triplets did not converge: trust the leading ones only")
     moments = along(run, splits, look, device=device, each=_moment) if o.every_checkpoint else []
     folder = Path(o.out).expanduser() if o.out else run if run.is_dir() else run.parent
+    if is_name(o.model) and not o.out:
+        folder = Path(f"anatomy-{slug(o.model)}")
     folder.mkdir(parents=True, exist_ok=True)
     values = found.to_dict() | {"checkpoints": [moment.to_dict() for moment in moments]}
     write_text(folder / "anatomy.json", json.dumps(values, indent=1))

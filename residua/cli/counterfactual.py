@@ -14,7 +14,7 @@ from tyro.conf import Positional
 from .console import console, say, show
 
 if TYPE_CHECKING:
-    from residua.anatomy.counterfactual import Outcome
+    from residua.anatomy.counterfactual import Outcome, Point
 
 SETTINGS = {
     "shortcut": "depth", "depth": "depth", "classes": "classes", "stochastic-depth": "drop path", "decay": "alpha_min",
@@ -49,6 +49,10 @@ class CounterfactualOptions:
     """Batch norm in the networks."""
     seeds: int = 1
     """Networks of every setting."""
+    seed: int = 0
+    """The first of these seeds."""
+    jobs: int = 1
+    """Networks trained at a time, each by a process of its own."""
     epochs: float = 150.0
     """Of training."""
     lr: float = 0.1
@@ -86,13 +90,13 @@ def counterfactual(args: list[str]) -> None:
     o = tyro.cli(CounterfactualOptions, args=args, prog="residua counterfactual")
     cases = engine.plan(
         o.kind, network=o.network, data=o.data, width=o.width, alphas=o.alpha_min, classes=o.classes, rates=o.drop_path,
-        depths=o.depth or ((4, 8, 16, 32) if o.kind == "depth" else (16,)), seeds=o.seeds, epochs=o.epochs, lr=o.lr,
-        weight_decay=o.weight_decay, batch_size=o.batch_size, norm=o.norm,
+        depths=o.depth or ((4, 8, 16, 32) if o.kind == "depth" else (16,)), seeds=o.seeds, seed=o.seed, epochs=o.epochs,
+        lr=o.lr, weight_decay=o.weight_decay, batch_size=o.batch_size, norm=o.norm,
     )  # fmt: skip
     folder = Path(o.out or f"counterfactuals/{o.kind}").expanduser()
     say(f"{len(cases)} networks in {folder}: {o.network}, {o.data}, {o.epochs:g} epochs each")
     outcomes = engine.run(
-        cases, folder, Look(k=o.top, images=o.images), split=o.split, each=_told,
+        cases, folder, Look(k=o.top, images=o.images), split=o.split, jobs=o.jobs, each=_told,
         gauges=o.gauge or (("J", "J/alpha") if o.kind == "decay" else ("J",)),
         device=o.device or ("cuda" if torch.cuda.is_available() else "cpu"),
     )  # fmt: skip
@@ -110,18 +114,27 @@ def _told(outcome: Outcome) -> None:
 
 
 def _table(outcomes: list[Any], setting: str) -> Table:
-    """Means alone, in as few columns as a terminal has; the page has the spreads."""
-    from residua.report.counterfactual import PANELS
+    """A row a setting, in as few columns as a terminal has: networks of several seeds are one row."""
+    from residua.anatomy.counterfactual import accuracies, points
+    from residua.report.counterfactual import PANELS, laws_that_hold, series_of
 
+    several = len({outcome.case.seed for outcome in outcomes}) > 1
+    over = "mean ± deviation over seeds" if several else "means over samples"
+    drawn = Table(title=f"{over}; RA1 | RA2 | RA3 | RA4, two numbers each", title_justify="left")
     short = [name.split(" ", 1)[1] for name in PANELS]
-    drawn = Table(title="means over samples; RA1 | RA2 | RA3 | RA4, two numbers each", title_justify="left")
     for i, heading in enumerate(("", "gauge", setting, "test %", *short, "laws")):
         drawn.add_column(heading, justify="left" if i < 2 else "right")
-    for outcome in outcomes:
-        case = outcome.case
-        for gauge, laws in outcome.laws.items():
-            means = [laws["scalars"].get(name, {}).get("mean") for name in PANELS]
-            holds = ", ".join(law[2:] for law, verdict in laws["verdicts"].items() if verdict["holds"]) or "none"
-            cells = ["–" if mean is None else f"{mean:.2f}" for mean in means]
-            drawn.add_row(case.series, gauge, f"{case.x:g}", f"{outcome.accuracy:.1f}", *cells, holds)
+    for series, gauge in series_of(outcomes):
+        found = {name: {p.x: p for p in points(outcomes, series, name, gauge)} for name in PANELS}
+        for right in accuracies(outcomes, series):
+            cells = [_cell(found[name].get(right.x), several) for name in PANELS]
+            holds = laws_that_hold([o.laws[gauge] for o in outcomes if (o.case.series, o.case.x) == (series, right.x)])
+            drawn.add_row(series, gauge, f"{right.x:g}", _cell(right, several, 1), *cells, holds)
     return drawn
+
+
+def _cell(point: Point | None, several: bool, digits: int = 2) -> str:
+    if point is None:
+        return "–"
+    spread = f" ± {point.spread:.{digits}f}" if several else ""
+    return f"{point.mean:.{digits}f}{spread}"

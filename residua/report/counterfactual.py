@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -105,6 +106,16 @@ def counterfactual_page(kind: str, setting: str, outcomes: Sequence[Outcome], sp
     return page.save(path)
 
 
+def laws_that_hold(found: Sequence[Mapping[str, Any]]) -> str:
+    """`RA1 RA3`: the laws that hold in every one of some networks; with `RA4 2/3` those that hold in some of them."""
+    kept = []
+    for law in found[0]["verdicts"]:
+        count = sum(laws["verdicts"][law]["holds"] for laws in found)
+        if count:
+            kept.append(law if count == len(found) else f"{law} {count}/{len(found)}")
+    return ", ".join(kept) or "none"
+
+
 def table(outcomes: Sequence[Outcome], setting: str) -> tuple[list[str], list[list[str | Cell]]]:
     """Header and rows: a network and gauge each, its accuracy, its numbers, the laws that hold."""
     numbers = [n for n in PANELS if n in next(iter(outcomes[0].laws.values()))["scalars"]]
@@ -116,7 +127,7 @@ def table(outcomes: Sequence[Outcome], setting: str) -> tuple[list[str], list[li
                 value = laws["scalars"].get(number)
                 text = "–" if value is None else f"{value['mean']:.2f} ± {value['spread']:.2f}"
                 cells.append(Cell(text, None if value is None else value["mean"]))
-            holds = " ".join(law for law, verdict in laws["verdicts"].items() if verdict["holds"]) or "none"
+            holds = laws_that_hold([laws])
             accuracy = Cell(f"{o.accuracy:.1f}", o.accuracy)
             rows.append(
                 [o.case.series, gauge, holds, Cell(f"{o.case.x:g}", o.case.x), str(o.case.seed), accuracy, *cells]

@@ -75,6 +75,10 @@ def test_counterfactual_goes_on_where_it_was(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "c" / "counterfactual.png").exists()
     outcomes = json.loads((tmp_path / "c" / "counterfactual.json").read_text())
     assert [o["case"]["series"] for o in outcomes] == ["shortcuts", "no shortcuts"]
+    assert cli.main([*args, "--data", "digits?classes=2", "--seeds", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("(was there)") == 2
+    assert "mean ± deviation over seeds" in out
     assert cli.main([*args, "--data", "digits"]) == 2
     assert "choose another --out" in " ".join(capsys.readouterr().err.split())
 

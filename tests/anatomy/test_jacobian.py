@@ -146,17 +146,58 @@ class Backward(torch.autograd.Function):
 
 def test_without_forward_mode_the_reverse_mode_serves_twice() -> None:
     x = torch.rand(B, 30, dtype=torch.float64) + 0.1
-    products = Products(Backward.apply, x)
+    with pytest.warns(UserWarning, match="no forward-mode derivative, so products with J go by the reverse mode twice"):
+        products = Products(Backward.apply, x)
     assert not products.forward_mode
-    svd = jacobian_svd(Backward.apply, x, 3, method="lanczos")
+    with pytest.warns(UserWarning, match="reverse mode"):
+        svd = jacobian_svd(Backward.apply, x, 3, method="lanczos")
     torch.testing.assert_close(svd.S, (2 * x).sort(dim=1, descending=True).values[:, :3])
+
+
+def test_the_map_made_linear_is_the_derivative() -> None:
+    """What the iteration applies, for every kind of network; a map that cannot be traced is applied as it is."""
+    for f, shape in networks().values():
+        (f if isinstance(f, nn.Module) else f.__self__).double().eval()
+        x = torch.randn(B, *shape, dtype=torch.float64)
+        products = Products(f, x)
+        v = torch.randn(B, 5, products.in_size, dtype=torch.float64)
+        plain = products.push(v)
+        products.linearize()
+        assert products._linear is not None
+        torch.testing.assert_close(products.push(v), plain)
+    branching = Products(lambda x: x**2 if float(x.detach().sum()) > 0 else x, torch.ones(1, 6).double())
+    branching.linearize()
+    torch.testing.assert_close(branching.push(torch.eye(6).double()[None]), 2 * torch.eye(6).double()[None])
+
+
+def test_chunks_count_what_a_branch_runs_on_not_what_is_measured() -> None:
+    """One number in, one out, a million on the way."""
+    wide = Products(lambda x: x.expand(-1, 2**20).mean(1, keepdim=True) ** 2, torch.ones(1, 1), budget=0.25)
+    assert wide.chunk <= 2**28 / (4 * 2**20)
+
+
+def test_single_precision_is_not_shortened() -> None:
+    """Settings of training, such as TF32, are put aside and come back."""
+    torch.set_float32_matmul_precision("high")
+    seen: list[str] = []
+
+    def watched(x: Tensor) -> Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        return x**2
+
+    try:
+        jacobian_svd(watched, torch.rand(1, 4), 1)
+        assert set(seen) == {"highest"}
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_not_converged_is_said() -> None:
     a = torch.randn(300, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    svd = jacobian_svd(lambda x: x @ a.T, torch.randn(1, 300, dtype=torch.float64), 20, method="lanczos", rounds=2)
+    svd = jacobian_svd(lambda x: x @ a.T, torch.randn(1, 300, dtype=torch.float64), 20, method="lanczos", rounds=6)
     assert not svd.converged.all()
-    assert svd.rounds == 2
+    assert svd.rounds == 6
     assert svd.residual.max() > 1e-6
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import residua
-from residua.anatomy import alignment, dense_jacobian, jacobian_svd
+from residua.anatomy import Block, NotDifferentiable, alignment, dense_jacobian, jacobian, jacobian_svd, measure
 from residua.anatomy.network import bind, block_of
 
 
@@ -103,8 +103,27 @@ def test_alignment_of_a_network_leaves_it_alone_and_scales_with_the_gauge(vit) -
     assert float(laws.coupling.diagonal(dim1=1, dim2=2).max()) < 1e-6
 
 
+def test_a_block_without_derivative_is_named() -> None:
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(x.detach().numpy().round())
+
+    x = torch.randn(2, 6)
+    with pytest.raises(NotDifferentiable, match="block second: the map cannot be differentiated"):
+        measure([Block("first", torch.tanh, x), Block("second", rounded, x)], x, k=2)
+
+
+def test_grids_are_the_same_by_matrices_and_by_products(vit, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.randn(2, 3, 8, 8)
+    formed = alignment(vit, images, k=5)
+    monkeypatch.setattr(jacobian, "DENSE_ENTRIES", 0)
+    applied = alignment(vit, images, k=5)
+    torch.testing.assert_close(applied.S, formed.S)
+    torch.testing.assert_close(applied.grid, formed.grid, rtol=0, atol=1e-6)
+    torch.testing.assert_close(applied.swapped, formed.swapped, rtol=0, atol=1e-6)
+
+
 def test_wrong_inputs(vit) -> None:
-    with pytest.raises(TypeError, match="residual steps"):
+    with pytest.raises(ValueError, match=r"no residual blocks found.* x \+ F\(x\)"):
         alignment(torch.nn.Linear(2, 2), torch.randn(1, 2))
     net = residua.create_model("resnet18", img_size=8, num_classes=3, width=4)
     with pytest.raises(ValueError, match="token 0 was asked for"):

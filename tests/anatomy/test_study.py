@@ -147,6 +147,26 @@ def test_finished_networks_are_not_trained_again(tmp_path: Path, monkeypatch: py
         run(plan("decay", alphas=(1.0,), data="digits?classes=2", **QUICK | {"width": 8}), folder, LOOK)
 
 
+def test_seeds_are_one_point_and_jobs_change_nothing(tmp_path: Path) -> None:
+    cases = plan("decay", alphas=(0.5,), data="digits?classes=2", seeds=2, seed=3, **QUICK)
+    assert [case.seed for case in cases] == [case.settings["seed"] for case in cases] == [3, 4]
+    one = run(cases, tmp_path / "one", LOOK)
+    both = run(cases, tmp_path / "both", LOOK, jobs=2)
+    assert [o.case for o in both] == cases
+    for a, b in zip(one, both):
+        assert b.accuracy == pytest.approx(a.accuracy)
+        first, second = (o.laws["J"]["scalars"]["RA1 line shape"]["mean"] for o in (a, b))
+        assert second == pytest.approx(first, rel=1e-3)
+    (point,) = points(one, "alpha_min", "RA1 line shape")
+    means = [o.laws["J"]["scalars"]["RA1 line shape"]["mean"] for o in one]
+    assert point.mean == pytest.approx(np.mean(means))
+    assert point.spread == pytest.approx(np.std(means, ddof=1))
+    (right,) = counterfactual.accuracies(one, "alpha_min")
+    assert right.mean == pytest.approx(np.mean([o.accuracy for o in one]))
+    with pytest.raises(ValueError, match="at least one"):
+        run(cases, tmp_path / "none", LOOK, jobs=0)
+
+
 def test_every_checkpoint_of_a_run(tmp_path: Path, digits: residua.data.Splits) -> None:
     out = tmp_path / "run"
     residua.evaluate.finetune("resmlp", "digits?classes=3", out=str(out), depth=3, width=8, steps=4, batch_size=32,
