@@ -1,4 +1,5 @@
-"""Weights of other projects, read into ours: the original masked autoencoder's, transformers', U-ViT's and SiT's."""
+"""Weights of other projects, read into ours: the original masked autoencoder's, transformers', timm's and DINO's ViTs,
+U-ViT's and SiT's."""
 
 import re
 from collections.abc import Mapping
@@ -37,11 +38,24 @@ _DECODER = [
     (r"^decoder_(embed|blocks|norm|pred)\.", r"decoder.\1."),
 ]
 
+_WRAPPED = ("model", "state_dict", "teacher", "student")  # where files keep the weights; of DINO's two the teacher's
+_WRAPPER = r"^(?:module\.)?(?:backbone\.)?(?=\w)"  # of distributed training, and of DINO's encoder under its head
+
 _DIFFUSION = ("mid_block.attn.qkv.weight", "x_embedder.proj.weight")  # U-ViT and SiT, under whose names ours go
+
+
+def unwrap(content: Any) -> Any:
+    """What a training file holds, optimiser and all -> its weights; anything else as it is."""
+    for name in _WRAPPED:
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            return content[name]
+    return content
 
 
 def translate(state: State) -> dict[str, Tensor]:
     """Any known naming -> ours: `encoder.*`, and `decoder.*` where the file has a decoder."""
+    if any(key.startswith(("module.", "backbone.")) for key in state):
+        state = {re.sub(_WRAPPER, "", key): value for key, value in state.items()}
     if any(key.startswith("encoder.blocks.") for key in state):
         return dict(state)
     if any(key in state for key in _DIFFUSION):

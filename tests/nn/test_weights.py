@@ -1,5 +1,6 @@
-"""Weights under other projects' names: the original masked autoencoder's and transformers'."""
+"""Weights under other projects' names: the original masked autoencoder's, transformers' and DINO's."""
 
+import argparse
 import os
 import pickle
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import residua
 from residua.nn import MAE, ViT, encoder_of
-from residua.nn.weights import infer_config, load_weights, translate
+from residua.nn.weights import infer_config, load_weights, translate, unwrap
 from residua.train.checkpoint import CheckpointError, initialize
 
 WIDTH, DEPTH = 64, 2  # published names leave no trace of the heads: 64 channels each
@@ -217,6 +218,56 @@ def test_a_folder_of_a_plain_vit(tmp_path: Path, pooler: bool) -> None:
 
 
 # ---------------------------------------------------------------- what is refused
+
+
+def dino(prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """An encoder as published, and the same under DINO's names while it trains: below a projection head."""
+    encoder = published(decoder=False)
+    head = {
+        "mlp.0.weight": (8, WIDTH),
+        "mlp.0.bias": (8,),
+        "last_layer.weight_g": (9, 1),
+        "last_layer.weight_v": (9, 8),
+    }
+    above = prefix.removesuffix("backbone.")
+    heads = {f"{above}head.{name}": torch.randn(size) for name, size in head.items()}
+    return encoder, {f"{prefix}{name}": value for name, value in encoder.items()} | heads
+
+
+@pytest.mark.parametrize("prefix", ["", "backbone.", "module.backbone.", "module."])
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+@torch.no_grad()
+def test_dino_encoders_load_and_their_heads_are_dropped(tmp_path: Path, prefix: str, suffix: str) -> None:
+    from safetensors.torch import save_file
+
+    encoder, state = dino(prefix)
+    path = tmp_path / f"dino_deitsmall16_pretrain.{suffix}"
+    save_file(state, path) if suffix == "safetensors" else torch.save(state, path)
+    images = torch.randn(2, 3, 16, 16)
+    model: Any = residua.load(path)
+    assert isinstance(model, ViT)
+    torch.testing.assert_close(model(images), published_features(encoder, images), rtol=1e-4, atol=1e-4)
+    start: Any = residua.create_model("mae_vit", **SMALL)
+    initialize(start, path)
+    assert torch.equal(start.encoder.blocks[1].mlp.fc2.weight, encoder["blocks.1.mlp.fc2.weight"])
+
+
+def test_of_dinos_two_networks_the_teacher_is_read(tmp_path: Path) -> None:
+    teacher, below_teacher = dino("backbone.")
+    _, below_student = dino("module.backbone.")
+    path = tmp_path / "dino_deitsmall16_pretrain_full_checkpoint.pth"
+    content = {"student": below_student, "teacher": below_teacher, "epoch": 100, "optimizer": {"state": {}}}
+    torch.save(content | {"args": argparse.Namespace(arch="deit_small")}, path)
+    model: Any = residua.load(path)
+    assert torch.equal(model.blocks[1].mlp.fc2.weight, teacher["blocks.1.mlp.fc2.weight"])
+    state = translate(unwrap(content))
+    assert set(state) == {f"encoder.{name}" for name in teacher}
+    assert torch.equal(state["encoder.norm.weight"], teacher["norm.weight"])
+    del content["teacher"]
+    assert set(translate(unwrap(content))) == set(state)
+    assert unwrap({"model": teacher}) is teacher
+    assert unwrap(teacher) is teacher
+    assert unwrap([1]) == [1]
 
 
 def test_another_architecture_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""`residua export`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tyro
+from tyro.conf import Positional
+
+from .console import console, note, say
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """A model for other libraries, decay folded into ordinary weights, loaded there again and compared."""
+
+    model: Positional[str]
+    """A run, a checkpoint, or published weights."""
+    to: str
+    """timm, transformers (ViTModel), transformers-mae (ViTMAE with its decoder), torchvision (ResNets), onnx,
+    torch-export, safetensors (our own file), or hub (a folder for the Hugging Face Hub)."""
+    out: str | None = None
+    """Folder to write; default: export/TARGET in the run."""
+    overwrite: bool = False
+    """Write over the files of a folder that is there."""
+    ema: bool = True
+    """Use the moving average of the weights, where the run kept one."""
+    license: str = "unknown"
+    """Of a hub folder: the licence that its card names, as the Hub spells it (apache-2.0, mit, cc-by-4.0, ...)."""
+    push: str | None = None
+    """Of a hub folder: upload it as OWNER/NAME, with the account that `hf auth login` knows."""
+    private: bool = False
+    """Of --push: a private repository."""
+
+
+def export(args: list[str]) -> None:
+    """Write a model for another library."""
+    from residua.export import export, hub
+
+    o = tyro.cli(ExportOptions, args=args, prog="residua export")
+    if o.push and o.to != "hub":
+        raise ValueError(f"--push uploads hub folders: --to hub, not {o.to}")
+    result = export(o.model, o.to, o.out, overwrite=o.overwrite, ema=o.ema, license=o.license, name=o.push)
+    for written, checked in result.exports:
+        libraries = ", ".join(f"{name} {version}" for name, version in checked.versions.items())
+        say(f"{written.target}: {written.folder} ({', '.join(written.files)})")
+        for name, sizes in checked.summary().items():
+            console.print(f"  {name}: largest relative difference {sizes}", markup=False)
+        seen = result.images if written.ran else "its weights alone"
+        say(f"  compared on {seen}, by a process with {libraries} and without residua")
+        for text in written.notes:
+            note(text)
+        say("load it:")
+        for line in written.snippet.splitlines():
+            say(f"  {line}")
+    if result.rounding is not None:
+        say(f"for comparison, the model in float32 against itself in float64: {result.rounding:.1e}")
+    for text in result.notes:
+        note(text)
+    if o.to == "hub":
+        say(f"hub folder: {result.out} (README.md, our checkpoint, and the above)")
+        if o.license == "unknown":
+            note("the card states no licence: --license")
+    if o.push:
+        say(f"pushed: {hub.push(result.out, o.push, o.private)}")

@@ -1,0 +1,215 @@
+"""Models out: to stock libraries, with decay folded into the weights; to programs; to the Hub.
+
+    result = export("runs/2026-11-15-shapes", "timm", "shapes-timm")
+    print(result.exports[0][0].snippet, result.largest)
+
+Every export is loaded again in a process of its own, without this package, and compared on real images.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from residua.data.errors import did_you_mean
+from residua.export import graph, hub, plain, stock
+from residua.export.clean import LIMIT, Checked, Export, check, real_images, relative
+from residua.export.fold import ExportError, Folded, fold_resnet, fold_vit
+from residua.nn import MAE, Classifier, ResNet, ViT
+from residua.train.checkpoint import load, save_model, weights_file
+
+__all__ = ["TARGETS", "Checked", "Export", "ExportError", "Folded", "Result", "export", "fold_resnet", "fold_vit"]
+
+Writer = Callable[[nn.Module, Path, Tensor, str], Export]
+
+
+def to_safetensors(model: nn.Module, out: Path, images: Tensor, where: str) -> Export:
+    """One file with our names, alphas included, that `residua.load` reads; `plain.tokens` runs an encoder's."""
+    save_model(model, out / "model.safetensors")
+    wanted = {
+        name: (f"state[{name!r}].reshape(1, -1)", value.detach().reshape(1, -1))
+        for name, value in model.state_dict().items()
+    }
+    prelude = ""
+    if isinstance(model, MAE | ViT):
+        encoder = model.encoder if isinstance(model, MAE) else model
+        prelude = inspect.getsource(plain)
+        call = f"tokens(state, images, {encoder.num_heads}, {encoder.norm_eps}, {encoder.shortcut.decay.branch_scale})"
+        wanted["tokens"] = (call, encoder(images))
+    alpha = next(name for name in wanted if name.endswith("shortcut.alpha"))
+    loading = f"from safetensors.torch import load_file\nstate = load_file({where})"
+    return Export(
+        "safetensors", out, ["model.safetensors"], loading, f"alphas = state[{alpha!r}]", {"images": images}, wanted,
+        ("safetensors", "torch"), batches=(len(images),), prelude=prelude,
+    )  # fmt: skip
+
+
+TARGETS: dict[str, tuple[Writer, str]] = {
+    "timm": (stock.to_timm, "local-dir:{}"),
+    "transformers": (stock.to_transformers, "{}"),
+    "transformers-mae": (stock.to_vitmae, "{}"),
+    "torchvision": (stock.to_torchvision, "{}/model.safetensors"),
+    "onnx": (graph.to_onnx, "{}/model.onnx"),
+    "torch-export": (graph.to_torch_export, "{}/model.pt2"),
+    "safetensors": (to_safetensors, "{}/model.safetensors"),
+}
+"""Target -> what writes it, and what its loading is given. `hub` is several of them."""
+NEEDS = {
+    "transformers": (("transformers",), "pip install transformers"),
+    "transformers-mae": (("transformers",), "pip install transformers"),
+    "onnx": (("onnx", "onnxscript", "onnxruntime"), "pip install 'residua[onnx]'"),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `export` wrote and how far it is from the model."""
+
+    out: Path
+    images: str
+    """What it was compared on."""
+    exports: list[tuple[Export, Checked]]
+    notes: tuple[str, ...] = ()
+    rounding: float | None = None
+    """How far the model is from itself in float64 on the same images: no copy in float32 can promise to be closer."""
+
+    @property
+    def largest(self) -> float:
+        return max((checked.largest for _, checked in self.exports), default=0.0)
+
+
+@torch.no_grad()
+def export(
+    model: str | Path | nn.Module,
+    to: str = "timm",
+    out: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    ema: bool = True,
+    license: str = "unknown",
+    name: str | None = None,
+) -> Result:
+    """Write a model, or that of a run, for another library, load it there and compare.
+
+    `name` is what a Hub folder is called there, OWNER/NAME; its card then loads from the Hub.
+    """
+    if to != "hub" and to not in TARGETS:
+        raise ExportError(f"no target {to!r}; {did_you_mean(to, [*TARGETS, 'hub'])}")
+    _installed(to)
+    run = None if isinstance(model, nn.Module) else Path(model).expanduser()
+    place = Path(out).expanduser() if out else default_out(run, to)
+    if place.exists() and (not place.is_dir() or any(place.iterdir())) and not overwrite:
+        raise ExportError(f"{place} exists: choose another --out, or --overwrite")
+    network: Any = copy.deepcopy(model).cpu().float().eval() if isinstance(model, nn.Module) else load(model, ema=ema)
+    images, source = real_images(run, stock.preprocessing_of(network))
+    fresh = not place.exists()
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        if to == "hub":
+            exports, notes = _hub(network, run, place, images, source, license, name, ema)
+            return Result(place, source, exports, notes, _rounding(network, images))
+        exports = [_one(to, network, place, images, _where(to, place))]
+        return Result(place, source, exports, rounding=_rounding(network, images))
+    except BaseException:
+        if fresh:
+            shutil.rmtree(place, ignore_errors=True)
+        raise
+
+
+def default_out(run: Path | None, to: str) -> Path:
+    """RUN/export/TARGET, or export/TARGET for weights elsewhere."""
+    return (run if run is not None and (run / "checkpoints").is_dir() else Path()) / "export" / to
+
+
+def _one(to: str, model: nn.Module, out: Path, images: Tensor, where: str) -> tuple[Export, Checked]:
+    written = TARGETS[to][0](model, out, images, where)
+    return written, check(written, LIMIT)
+
+
+def _hub(
+    model: nn.Module,
+    run: Path | None,
+    out: Path,
+    images: Tensor,
+    source: str,
+    license: str,
+    name: str | None,
+    ema: bool,
+) -> tuple[list[tuple[Export, Checked]], tuple[str, ...]]:
+    """Stock weights in front, transformers' in a folder of their own, ours under `checkpoints`."""
+    exports: list[tuple[Export, Checked]] = []
+    shown: list[tuple[Export, Checked]] = []
+    notes: list[str] = []
+    stocks = [("torchvision", out)] if isinstance(model, ResNet) else []
+    if isinstance(model, MAE | ViT | Classifier):
+        stocks = [("timm", out), ("transformers", out / "transformers")]
+        if not _has(("transformers",)):
+            notes.append("without weights for transformers, which is not installed: pip install transformers")
+            stocks.pop()
+    if not stocks:
+        notes.append(f"no stock library has a {type(model).__name__}: the folder holds our checkpoint and the card")
+    for to, folder in stocks:
+        more = ", subfolder='transformers'" if to == "transformers" else ""
+        where = _where(to, out) + more
+        folder.mkdir(exist_ok=True)
+        try:
+            written, checked = _one(to, model, folder, images, where)
+        except ExportError as error:
+            for file in stock.FILES:
+                (folder / file).unlink(missing_ok=True)
+            if folder != out and not any(folder.iterdir()):
+                folder.rmdir()
+            notes.append(f"without weights for {to}: {error}")
+            continue
+        exports.append((written, checked))
+        if name is not None:  # the card loads from there
+            there = {"timm": repr(f"hf-hub:{name}"), "transformers": repr(name) + more}
+            fetched = there.get(to, f"huggingface_hub.hf_hub_download({name!r}, 'model.safetensors')")
+            loading = written.loading.replace(where, fetched)
+            loading = f"import huggingface_hub; {loading}" if to == "torchvision" else loading
+            written = replace(written, loading=loading)
+        shown.append((written, checked))
+    step = _step(run, ema)
+    hub.write_checkpoint(model, out, step)
+    hub.write_card(out, model, run, shown, source, license, name, step)
+    return exports, tuple(notes)
+
+
+def _rounding(model: nn.Module, images: Tensor) -> float | None:
+    """Of what reads images alone; of a classifier its encoder, as read-outs are float32 whatever the weights are."""
+    program = graph.Program(model.encoder if isinstance(model, Classifier) else model).eval()
+    if len(program.inputs) > 1:
+        return None
+    single, double = program(images), copy.deepcopy(program).double()(images.double())
+    single, double = (value[0] if isinstance(value, tuple) else value for value in (single, double))
+    return relative(double, single)
+
+
+def _where(to: str, folder: Path) -> str:
+    return repr(TARGETS[to][1].format(folder))
+
+
+def _step(run: Path | None, ema: bool) -> int:
+    if run is None:
+        return 0
+    digits = weights_file(run, ema=ema).parent.name.removeprefix("step-")
+    return int(digits) if digits.isdigit() else 0
+
+
+def _has(modules: tuple[str, ...]) -> bool:
+    return all(importlib.util.find_spec(module) for module in modules)
+
+
+def _installed(to: str) -> None:
+    modules, command = NEEDS.get(to, ((), ""))
+    if not _has(modules):
+        raise ExportError(f"--to {to} needs {', '.join(modules)}: {command}")

@@ -1,0 +1,52 @@
+"""Small runs, trained far enough that every branch matters."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "train"))
+
+import drive
+
+TRAINED = {"steps": 30, "lr": 5e-3, "ema": None, "checkpoint_every": 30, "data": "shapes?n=64&size=16&test=20"}
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is written into the working folder, no random state leaks."""
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run by name, trained when first asked for."""
+    home = tmp_path_factory.mktemp("runs")
+
+    def run(name: str) -> Path:
+        out = home / name
+        if not out.exists():
+            torch.set_num_threads(1)
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                _train(name, out, run)
+        return out
+
+    return run
+
+
+def _train(name: str, out: Path, run: Any) -> None:
+    if name in ("ushape", "plain"):
+        drive.pretrain(drive.small(out, decoder=name, alpha_min=0.6, anneal=0.0, depth=4, **TRAINED))
+    elif name in ("patches", "cls"):
+        drive.finetune(drive.small_classifier(str(run("ushape")), out, readout=name, **TRAINED))
+    elif name == "resnet":
+        short = TRAINED | {"steps": 3, "checkpoint_every": 3}
+        drive.finetune(drive.small_classifier("resnet18", out, alpha_min=0.7, drop_path=0.0, **short))
+    else:
+        drive.fit(drive.ready(drive.small_diffusion(out, anneal=0.0, **TRAINED)))
