@@ -30,6 +30,7 @@ Residua trains, measures and explains residual networks whose shortcuts fade wit
   residua anatomy RUN                            what its blocks do: Residual Alignment, Neural Collapse
   residua counterfactual shortcut                does it happen without shortcuts, with other depths, classes, decay
   residua ujm --depth 16                         the same in the Unconstrained Jacobians Model
+  residua export RUN --to timm                   the model for timm, transformers, torchvision, onnx, the Hub
   residua embed RUN --data folder:my_photos      features of your images, as a table
   residua data info|preview SOURCE               what a source of images holds
   residua recipes [NAME]                         rows of the paper, runnable
@@ -40,6 +41,7 @@ COMMANDS = {
     "diffuse": "diffuse", "sample": "sample",
     "anatomy": "anatomy", "counterfactual": "counterfactual", "ujm": "anatomy",
     "score": "score", "compare": "compare", "sweep": "sweep", "embed": "evaluate", "data": "data", "recipes": "recipes",
+    "export": "export",
 }  # fmt: skip
 """Command -> the file of this folder that has a function of that name."""
 

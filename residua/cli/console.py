@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import webbrowser
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,20 @@ def img_size(given: tuple[int, ...]) -> tuple[int, int] | None:
     if len(given) > 2:
         raise ValueError(f"--img-size {' '.join(map(str, given))}: give a side, or height and width")
     return (given[0], given[-1]) if given else None
+
+
+def open_any(model: str, weights: str | None = None, size: tuple[int, int] | None = None) -> Any:
+    """A run's model, or one of another library by name."""
+    import residua
+    from residua.adapt import is_name, open_model
+
+    if not is_name(model) or size is None:
+        return residua.load(model, weights=weights)
+    if model.startswith("timm:"):  # whose transformers are built for one size
+        return open_model(model, weights, img_size=size)
+    found: Any = open_model(model, weights)
+    found.preprocessing = replace(found.preprocessing, img_size=size)
+    return found
 
 
 def data_of(model: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import console, data_of, img_size, layers, note, warn_shared
+from .console import console, data_of, img_size, layers, note, open_any, warn_shared
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,10 @@ class EvaluateOptions:
     """What frozen features are worth: kNN, linear probe and rank, beside the untrained encoder and raw pixels."""
 
     model: Positional[str]
-    """A run, a checkpoint, or published MAE or U-ViT weights."""
+    """A run, a checkpoint, published MAE or U-ViT weights, or a model by name: timm:NAME, torchvision:NAME,
+    transformers:FOLDER."""
+    weights: str | None = None
+    """Of a model by name: a file of weights instead of the published ones, or random."""
     data: str | None = None
     """Source of images; default: what the run was trained on."""
     knn: bool = True
@@ -79,7 +82,7 @@ def evaluate(args: list[str]) -> None:
     from residua.evaluate.diffusion import is_diffusion
 
     o = tyro.cli(EvaluateOptions, args=args, prog="residua evaluate")
-    model = residua.load(o.model)
+    model = open_any(o.model, o.weights, img_size(o.img_size))
     spec = o.data or data_of(o.model)
     splits = residua.data.load(spec)
     accelerator = None
@@ -187,9 +190,12 @@ class EmbedOptions:
     """Write frozen features with image paths to a parquet file: search, de-duplicate, plot elsewhere."""
 
     model: Positional[str]
-    """A run, a checkpoint, or published MAE weights."""
+    """A run, a checkpoint, published MAE weights, or a model by name: timm:NAME, torchvision:NAME,
+    transformers:FOLDER."""
     data: str
     """Source of images."""
+    weights: str | None = None
+    """Of a model by name: a file of weights instead of the published ones, or random."""
     out: str = "features.parquet"
     """File to write."""
     layers: tuple[str, ...] = ("last",)
@@ -212,7 +218,7 @@ def embed(args: list[str]) -> None:
     from residua.evaluate.diffusion import is_diffusion
 
     o = tyro.cli(EmbedOptions, args=args, prog="residua embed")
-    model = residua.load(o.model)
+    model = open_any(o.model, o.weights, img_size(o.img_size))
     if is_diffusion(model):
         raise ValueError(f"{o.model} is a diffusion model, which embed does not read: residua evaluate scores it")
     path = residua.evaluate.embed(

@@ -90,6 +90,7 @@ def _closing_words(model: Any, session: Pretraining) -> None:
         f"use it:   residua embed {run} --data {session.config.data.data} --out features.parquet",
         markup=False,
     )
+    console.print(f"take it:  residua export {run} --to timm", markup=False)
 
 
 def existing(path: str) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
+from residua.adapt import Foreign, encoder_of
 from residua.data import DataError, Feed, Source, Splits, load
 from residua.data.feed import OnBadImage
-from residua.nn import encoder_of
 
 from .distributed import world
 from .features import (
@@ -69,7 +69,8 @@ def embed(
     view = View(preprocessing_of(model, data.train, img_size), batch_size, seed=seed, bf16=bf16)
     about = {"data": data.name, "readout": readout, "layers": chosen, "model": encoder.config}
     about["preprocessing"] = view.preprocessing.to_dict()
-    schema = _schema(chosen, encoder.embed_dim).with_metadata({"residua": json.dumps(about, default=str)})
+    widths = encoder.widths() if isinstance(encoder, Foreign) else [encoder.embed_dim] * encoder.depth
+    schema = _schema({i: widths[i] for i in chosen}).with_metadata({"residua": json.dumps(about, default=str)})
 
     out = Path(out)
     part = out.with_name(out.name + ".part")
@@ -117,6 +118,6 @@ def _table(schema: pa.Schema, split: str, source: Source, index: Tensor, feature
     return pa.table([pa.array(c, f.type) if isinstance(c, list) else c for c, f in zip(columns, schema)], schema=schema)
 
 
-def _schema(layers: Sequence[int], dim: int) -> pa.Schema:
+def _schema(widths: Mapping[int, int]) -> pa.Schema:
     fields = [("id", pa.string()), ("split", pa.string()), ("label", pa.int64()), ("class", pa.string())]
-    return pa.schema(fields + [(f"layer_{i}", pa.list_(pa.float32(), dim)) for i in layers])
+    return pa.schema(fields + [(f"layer_{i}", pa.list_(pa.float32(), dim)) for i, dim in widths.items()])

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from residua.adapt import encoder_of
 from residua.data import Batch, Preprocessing, center_view
-from residua.nn import encoder_of
 
 from .cache import weights_hash
 from .featureset import Readout

@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from residua.adapt import encoder_of, is_own
+from residua.adapt.foreign import preprocessing_of as preprocessing_of_foreign
 from residua.data import DataError, Feed, Preprocessing, Source, Splits, load
 from residua.data.feed import OnBadImage
 from residua.data.source import Subset
-from residua.nn import encoder_of
 from residua.nn.vit import patch_grid
 
 from .cache import Entry, FeatureCache, Writer, weights_hash
@@ -342,6 +343,8 @@ def describe(source: Source, index: Tensor, features: Mapping[Column, Tensor]) -
 
 def preprocessing_of(model: nn.Module, train: Source, img_size: ImgSize | None = None) -> Preprocessing:
     """The model's own preprocessing, or its image size with the training images' statistics; checked."""
+    if not is_own(model):
+        return _foreign_preprocessing(model, train, img_size)
     encoder = encoder_of(model)
     own = getattr(model, "preprocessing", None) or encoder.preprocessing
     if train.channels != encoder.in_chans:
@@ -353,6 +356,13 @@ def preprocessing_of(model: nn.Module, train: Source, img_size: ImgSize | None =
         own = replace(own, img_size=img_size)  # type: ignore[arg-type]
     patch_grid(own.img_size, encoder.patch_size)
     return own
+
+
+def _foreign_preprocessing(model: Any, train: Source, img_size: ImgSize | None) -> Preprocessing:
+    own = preprocessing_of_foreign(model)
+    if train.channels not in (1, own.in_chans):
+        raise DataError(f"{train.name} has {train.channels} channels, the model takes {own.in_chans}")
+    return own if img_size is None else replace(own, img_size=img_size)  # type: ignore[arg-type]
 
 
 def pick_split(data: Splits, name: str, limit: int | None = None, seed: int = 0) -> Source | None:

@@ -22,9 +22,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from residua.adapt import encoder_of
 from residua.data import Feed, Splits, load
 from residua.data.feed import OnBadImage
-from residua.nn import encoder_of
 
 from .adamw import cosine
 from .distributed import sum_over_processes, world

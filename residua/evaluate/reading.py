@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from residua.adapt import Foreign
 from residua.data import Batch, Feed, Preprocessing, Source, center_view, train_view
 from residua.data.augment import normalize
 from residua.data.feed import OnBadImage
@@ -39,9 +40,13 @@ _MIN_TO_RECORD = 16  # batches that repay recording the work on one
 class EncoderReader:
     """Pooled tokens of some layers of an encoder: keyed by layer, or by `Column` where read-outs come in a tuple."""
 
-    encoder: ViT
+    encoder: ViT | Foreign
     layers: Sequence[int]
     readout: Readout | tuple[Readout, ...]
+
+    def __post_init__(self) -> None:
+        if "cls" in dict(self.columns) and not self.encoder.num_prefix_tokens:
+            raise ValueError("the model has no class token: read tokens or patches instead")
 
     @property
     def columns(self) -> list[Column]:

@@ -6,15 +6,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from residua.adapt import Foreign, encoder_of
+from residua.adapt import untrained as untrained_model
+from residua.adapt.encoder import create_model
 from residua.data import Feed, Source, Splits, load
 from residua.data.feed import OnBadImage
 from residua.data.source import Subset
-from residua.nn import ViT, create_model, encoder_of
+from residua.nn import ViT
 
 from .distributed import is_main
 from .features import (
@@ -49,6 +52,7 @@ from .report import MODEL, PIXELS, RANDOM, Report, Score
 
 Subjects = dict[str, tuple[FeatureSet, FeatureSet | None]]
 Open = Callable[[Source], Feed]
+E = TypeVar("E", ViT, Foreign)
 LIDAR_IMAGES, LIDAR_VIEWS = 1000, 10  # of its paper
 HOW: dict[str, dict[str, Any]] = {"entropy rank": {"center": "samples"}, "silhouette": {"metric": "cosine"}}
 _TEST_SHARE = 0.2  # of the training images, where a labelled data set brings no test split
@@ -165,11 +169,15 @@ def _viewed(view: View, part: str, views: int) -> View:
     return replace(view, views=views if part == "train" else 0)
 
 
-def untrained(encoder: ViT, seed: int = 0) -> ViT:
+def untrained(encoder: E, seed: int = 0) -> E:
     """The same architecture at random initialisation.
 
     Zero-initialised branches are drawn at random instead: otherwise the network would be its shortcuts alone.
     """
+    if isinstance(encoder, Foreign):
+        with undisturbed(seed):
+            twin: Any = Foreign(untrained_model(encoder.model)).eval()
+            return twin
     config: dict[str, Any] = dict(encoder.config)
     if "zero_init" in config:
         config["zero_init"] = False

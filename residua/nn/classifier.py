@@ -59,7 +59,7 @@ class Classifier(nn.Module):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
         """Which parameters make a layer, in timm's words: embedding, each block, and the head with its norm."""
-        return {"stem": r"^encoder\.(?:cls_token|patch_embed)", "blocks": r"^encoder\.blocks\.(\d+)"}
+        return {"stem": r"^encoder\.(?:\w+_token|patch_embed|pos_embed|norm_pre)", "blocks": r"^encoder\.blocks\.(\d+)"}
 
     def pooled(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
         """Features (B, D) that the head sees. `keep` (B, 2 * depth) scales branches image by image."""

@@ -62,6 +62,13 @@ def restore(visible: Tensor, mask_token: Tensor, ids_keep: Tensor, n: int) -> Te
     return canvas.scatter(1, index, visible)
 
 
+def one_prefix(x: Tensor, prefix: int) -> Tensor:
+    """Tokens with the one class token that the decoder expects: others are left out, a missing one is the mean."""
+    if prefix == 1:
+        return x
+    return torch.cat([x[:, :1] if prefix else x.mean(1, keepdim=True), x[:, prefix:]], dim=1)
+
+
 class SkipFusion(nn.Module):
     """Adds an encoder stream to the decoder's: `x + W2 silu(W1 [x; skip] + b1) + b2`, W2 zero at first.
 
@@ -168,16 +175,21 @@ class MAE(nn.Module):
         norm_pix: bool = True,
         zero_init: bool | None = None,
         decay: Decay | None = None,
+        encoder: ViT | None = None,
     ) -> None:
+        """`encoder`: one that is there already, whose sizes and shortcuts then hold."""
         super().__init__()
         if decoder not in ("ushape", "plain"):
             raise ValueError(f"decoder is {decoder!r}; choose 'ushape' or 'plain'")
         ushape = decoder == "ushape"
         zero_init = ushape if zero_init is None else zero_init
-        self.encoder = ViT(
+        self.encoder = encoder or ViT(
             img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio, norm_eps,
             final_norm=not ushape, zero_init=zero_init, decay=decay,
         )  # fmt: skip
+        if encoder is not None:
+            img_size, patch_size, in_chans = encoder.img_size, encoder.patch_size, encoder.in_chans
+            embed_dim, depth = encoder.embed_dim, encoder.depth
         self.patch_size, self.mask_ratio, self.norm_pix = pair(patch_size), mask_ratio, norm_pix
         self.zero_init = zero_init
         grid = patch_grid(img_size, patch_size)
@@ -199,7 +211,8 @@ class MAE(nn.Module):
         encoder = {k: v for k, v in self.encoder.config.items() if k not in ("final_norm", *asdict(Decay()))}
         width, depth, heads = self.decoder_size
         own = {
-            "name": "mae_vit",
+            "name": f"mae_{self.encoder.config['name']}",
+            "zero_init": self.zero_init,
             "decoder": self.decoder.kind,
             "decoder_embed_dim": width,
             "decoder_depth": depth,
@@ -227,7 +240,7 @@ class MAE(nn.Module):
         ids_keep, mask = random_masking(noise, self.mask_ratio)
         # only visible patches are embedded, and no gradient has to find its way back through the selection
         visible = patches.gather(1, ids_keep.unsqueeze(-1).expand(-1, -1, patches.shape[-1]))
-        x = encoder.embed_patches(visible, encoder.pos_embed[0, 1:][ids_keep])
+        x = encoder.embed_patches(visible, encoder.positions(encoder.grid)[0, encoder.num_prefix_tokens :][ids_keep])
         if tap is not None:
             tap("embed", x)
         wanted = {f"blocks.{i}.mlp": slot for slot, i in enumerate(self.skip_blocks)}
@@ -240,6 +253,7 @@ class MAE(nn.Module):
                 tap(name, stream)
 
         latent = encoder.norm(encoder.run(x, keep))
+        latent, *skips = (one_prefix(stream, encoder.num_prefix_tokens) for stream in (latent, *skips))
         return Encoded(latent, mask, ids_keep, skips)
 
     def forward_decoder(self, encoded: Encoded) -> Tensor:

@@ -11,6 +11,7 @@ runs/NAME/
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -23,11 +24,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from residua.adapt import is_name, open_model
+from residua.adapt.encoder import create_model
 from residua.data import Preprocessing
 from residua.data.autoencoder import LatentSpace
-from residua.nn import MAE, Classifier, Network, create_model
-from residua.nn.diffusion import VP, make_process, process_config
-from residua.nn.weights import infer_config, load_weights, translate
+from residua.nn import MAE, Classifier, Network
+from residua.nn.diffusion import VP, Flow, make_process, process_config
+from residua.nn.weights import infer_config, load_weights, translate, unwrap
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALVES = (0.5, 0.5, 0.5)  # pixels to [-1, 1], as diffusion models have them
@@ -137,16 +140,22 @@ def _sync(path: Path) -> None:
 # ---------------------------------------------------------------- reading
 
 
-def load(path: str | Path, *, ema: bool = True) -> Network:
-    """A model from a run, a checkpoint, one safetensors file, or published weights.
+def load(path: str | Path, *, ema: bool = True, weights: str | Path | None = None) -> Network:
+    """A model from a run, a checkpoint, one safetensors file, published weights, or of another library by name.
 
     Published are `mae_pretrain_vit_*.pth`, folders or files of transformers' ViTMAE and ViT, and files of U-ViT and
     SiT. The model comes in evaluation mode with `model.preprocessing` set, a diffusion model with `model.process` too.
-    Where a run kept a moving average it is that, unless `ema=False`.
+    Where a run kept a moving average it is that, unless `ema=False`. Names are those of `residua.adapt.open_model`:
+    `timm:vit_small_patch16_224`, with published weights, a file's, or `weights="random"`.
 
     >>> model = residua.load("runs/2026-11-15-shapes")
     >>> tokens = residua.nn.encoder_of(model)(model.preprocessing("photo.jpg")[None])
     """
+    if is_name(path):
+        named: Any = open_model(str(path), weights)
+        return named
+    if weights is not None:
+        raise CheckpointError(f"weights are for models of other libraries by name; {path} brings its own")
     file = weights_file(Path(path).expanduser(), ema=ema)
     described = _read_description(file)
     if described is not None:
@@ -165,6 +174,11 @@ def load(path: str | Path, *, ema: bool = True) -> Network:
             model.preprocessing = Preprocessing(config["img_size"], mean, std, crop_pct=crop)
         if config["name"] == "uvit" and config["in_chans"] == 3:  # its latent models have a schedule of their own
             model.process = VP()
+        if config["name"] == "sit":  # published for time from noise to data, so their velocity points the other way
+            model.process = Flow(backwards=True)
+            with torch.no_grad():
+                model.final_layer.linear.weight.neg_()
+                model.final_layer.linear.bias.neg_()
     if isinstance(model, MAE | Classifier):
         model.encoder.preprocessing = model.preprocessing
     return model.eval()
@@ -205,10 +219,10 @@ def read_state(file: Path) -> dict[str, Tensor]:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # the settings that training files keep beside
+            content = unwrap(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read as weights: {error}") from error
-    content = content.get("model", content.get("state_dict", content)) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise CheckpointError(f"{file} holds no state dict of tensors")
     return content

@@ -14,8 +14,9 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 from residua import data
+from residua.adapt.encoder import create_model
 from residua.data import Batch, DataError, Preprocessing, Source, Splits, mixing
-from residua.nn import Classifier, Decay, ResNet, Shortcuts, UniformNet, create_model
+from residua.nn import Classifier, Decay, ResNet, Shortcuts, UniformNet
 from residua.train import checkpoint as ckpt
 from residua.train.finetune_config import (
     Finetune,
@@ -249,7 +250,8 @@ def _on_encoder(encoder: Any, given: dict[str, Any], readout: str) -> Classifier
     config = {name: value for name, value in encoder.config.items() if name != "final_norm"}
     model: Any = create_model(**config | given, readout=readout)
     state = {name: value for name, value in encoder.state_dict().items() if not name.startswith("norm.")}
-    model.encoder.load_state_dict(state | {"pos_embed": encoder.positions(model.encoder.grid)})
+    positions = encoder.positions(model.encoder.grid)[:, -model.encoder.pos_embed.shape[1] :]
+    model.encoder.load_state_dict(state | {"pos_embed": positions})
     if encoder.final_norm and readout == "cls":  # the norm that pretraining gave this token
         model.norm.load_state_dict(encoder.norm.state_dict())
     return model

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from residua.adapt.encoder import create_model, shape_of
 from residua.data import Source
-from residua.nn import MAE, create_model
+from residua.nn import MAE
 from residua.nn.mae import DECODERS
 from residua.nn.shortcut import Decay
 from residua.nn.vit import SIZES
@@ -34,9 +35,14 @@ class ModelConfig:
     """Network: a masked autoencoder."""
 
     size: Size | Auto = "auto"
-    """Width, depth and heads of encoder and decoder; auto: nano on a CPU, else small."""
+    """Width, depth and heads of encoder and decoder; auto: nano on a CPU, else small; with --encoder only of the
+    decoder, and auto the one nearest in width."""
+    encoder: str | None = None
+    """A vision transformer of timm as the encoder instead of ours: timm:vit_tiny_patch16_224."""
+    encoder_weights: str = "random"
+    """What --encoder starts from: random, published, or a file."""
     patch_size: int | Auto = "auto"
-    """Side of a patch; auto: the largest of 2, 4, 8, 16 that leaves 7 x 7 patches or more."""
+    """Side of a patch; auto: the largest of 2, 4, 8, 16 that leaves 7 x 7 patches or more, of --encoder its own."""
     embed_dim: int | None = None
     """Encoder width instead of the size's."""
     depth: int | None = None
@@ -56,7 +62,7 @@ class ModelConfig:
     norm_pix: bool = True
     """Normalise each target patch to mean 0 and variance 1."""
     zero_init: bool | Auto = "auto"
-    """Start every branch at zero; auto: with the U-shaped decoder only."""
+    """Start every branch at zero; auto: with the U-shaped decoder only. The branches of a trained --encoder stay."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +110,17 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
         budget, least, most = (5_000_000, 100, 800) if gpu else (150_000, 5, 60)
         epochs = float(min(most, max(least, round(budget / n))))
     steps = o.steps or math.ceil(epochs * n / batch)
+    outside = _outside(config.model)
     size: Any = ("small" if gpu else "nano") if config.model.size == "auto" else config.model.size
+    if outside and config.model.size == "auto":
+        size = min(SIZES, key=lambda name: abs(SIZES[name]["embed_dim"] - outside[0]))
     lr = o.lr
     if lr == "auto":
-        width = config.model.embed_dim or SIZES[size]["embed_dim"]
+        width = outside[0] if outside else config.model.embed_dim or SIZES[size]["embed_dim"]
         lr = 3e-4 * 384 / width * math.sqrt(batch / 256) if o.base_lr is None else o.base_lr * batch / 256
     side = auto_size(source.typical_size()) if config.data.img_size == "auto" else config.data.img_size
-    patch = auto_patch(side) if config.model.patch_size == "auto" else config.model.patch_size
+    own = outside[1] if outside else auto_patch(side)
+    patch = own if config.model.patch_size == "auto" else config.model.patch_size
     if config.data.img_size == "auto":
         side = side // patch * patch or side
     s = config.shortcut
@@ -126,18 +136,36 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     )  # fmt: skip
 
 
-def build_model(config: Pretrain, in_chans: int) -> MAE:
-    """The network of a resolved configuration, on the CPU."""
+def _outside(m: ModelConfig) -> tuple[int, int] | None:
+    """Width and patch size of an encoder of another library; settings that it has itself are refused."""
+    if m.encoder is None:
+        if m.encoder_weights != "random":
+            raise ValueError(
+                f"encoder_weights is {m.encoder_weights}, but there is no encoder: add --encoder timm:NAME"
+            )
+        return None
+    for name in ("embed_dim", "depth", "num_heads"):
+        if getattr(m, name) is not None:
+            raise ValueError(f"{name} is {getattr(m, name)}, but {m.encoder} brings its own: leave one of the two out")
+    width, patch = shape_of(m.encoder, None if m.patch_size == "auto" else m.patch_size)
+    return width, patch[0]
+
+
+def build_model(config: Pretrain, in_chans: int, begun: bool = False) -> MAE:
+    """The network of a resolved configuration, on the CPU; one that has `begun` gets its weights from elsewhere."""
     m, shape = config.model, {}
     if m.size == "auto":
         raise ValueError("the model's size is still 'auto': resolve the configuration first")
-    for name, value in {**SIZES[m.size], **DECODERS[m.size]}.items():
+    sizes = DECODERS[m.size] if m.encoder else {**SIZES[m.size], **DECODERS[m.size]}
+    for name, value in sizes.items():
         own = getattr(m, name)
         shape[name] = value if own is None else own
     decay = {f.name: getattr(config.shortcut, f.name) for f in fields(Decay)}
+    named = {"encoder": m.encoder, "weights": "random" if begun else m.encoder_weights} if m.encoder else {}
     model = create_model(
-        "mae_vit", img_size=config.data.img_size, patch_size=m.patch_size, in_chans=in_chans, decoder=m.decoder,
-        mask_ratio=m.mask_ratio, norm_pix=m.norm_pix, zero_init=m.zero_init, **shape, **decay,
+        "mae_timm_vit" if m.encoder else "mae_vit", **named, img_size=config.data.img_size, patch_size=m.patch_size,
+        in_chans=in_chans, decoder=m.decoder, mask_ratio=m.mask_ratio, norm_pix=m.norm_pix, zero_init=m.zero_init,
+        **shape, **decay,
     )  # fmt: skip
     assert isinstance(model, MAE)
     return model

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from residua.adapt import shortcuts
 from residua.data import Batch, Feed
 from residua.train import checkpoint as ckpt
 from residua.train.health import Health
@@ -112,7 +113,7 @@ class Loop:
         self.scales = self.rates.clone()
         self.loss = self._make_loss()
         self.recorded = Recorded(self._update, self.hooks.on_message) if self._recordable() else None
-        self.shortcut = getattr(getattr(model, "encoder", model), "shortcut", None)
+        self.shortcut = shortcuts(model)
         self.health = Health(settings.steps)
         self.peak = peak_flops(self.device, settings.precision)
         self.step = 0
@@ -216,7 +217,7 @@ class Loop:
         epochs = self.order.epoch_of(self.step).to(self.device, non_blocking=True)
         loss, norm = self._try_update((*images, epochs))
         if self.ema is not None:
-            self.ema.update(first=self.step == 0)
+            self.ema.update(self.step)
         self.step += 1
         return loss, norm
 

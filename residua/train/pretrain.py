@@ -7,6 +7,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from residua import data
+from residua.adapt.encoder import model_data
 from residua.data import Batch, Preprocessing
 from residua.nn import MAE
 from residua.train import checkpoint as ckpt
@@ -79,9 +80,10 @@ class Pretraining(Session[Pretrain, MAE]):
         if c.shortcut.anneal:
             fading += f", annealed over {100 * c.shortcut.anneal:.0f} % of the steps"
         name = {"ushape": "U-shaped", "plain": "plain"}[c.model.decoder]
+        body = f"ViT-{c.model.size}" if c.model.encoder is None else f"{c.model.encoder}, {c.model.encoder_weights},"
         return [
             ("data", self._data_line(f"{c.data.img_size} px, patch {c.model.patch_size}")),
-            ("model", f"ViT-{c.model.size} ({encoder:.1f} M) + {name} decoder ({rest:.1f} M), {fading}"),
+            ("model", f"{body} ({encoder:.1f} M) + {name} decoder ({rest:.1f} M), {fading}"),
             ("steps", f"{o.steps:,} of {o.batch_size} images ({o.epochs:.4g} epochs), peak learning rate {o.lr:.2g}, "
                       f"seed {o.seed}"),
             *self._closing_lines(),
@@ -103,13 +105,17 @@ def prepare(config: Pretrain, progress: data.feed.Progress | None = None) -> Pre
     check_batch(batch, accelerator)
     set_seed(config.optim.seed)
     torch.set_float32_matmul_precision("high")
-    model = build_model(config, splits.train.channels)
-    if config.optim.init and not (config.machine.resume and given and ckpt.checkpoints(given)):
+    begun = bool(config.machine.resume and given and ckpt.checkpoints(given))
+    model = build_model(config, splits.train.channels, begun)
+    if config.optim.init and not begun:
         ckpt.initialize(model, config.optim.init)
     run = None
     if not config.machine.dry_run:
         run = run_folder(config.machine, slug(config.data.data), accelerator)
     mean, std = splits.train.stats()
+    if config.model.encoder and config.model.encoder_weights != "random":  # trained weights know their own
+        known = model.encoder.preprocessing or model_data(config.model.encoder, splits.train.channels)
+        mean, std = known.mean, known.std
     crop = 0.875 if side >= 160 else 1.0
     preprocessing = Preprocessing((side, side), mean, std, splits.train.channels, crop)
     model.preprocessing = model.encoder.preprocessing = preprocessing

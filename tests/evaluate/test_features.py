@@ -260,7 +260,7 @@ def test_wrong_inputs(vit: ViT, mae, noise: Splits) -> None:
         extract(vit, noise, limit=0)
     with pytest.raises(DataError, match="none of the splits"):
         extract(vit, Splits("noise", noise.train), splits=("test",))
-    with pytest.raises(TypeError, match="encoder"):
+    with pytest.raises(ValueError, match="Linear does not say what images it takes"):
         extract(torch.nn.Linear(2, 2), noise)
 
 

@@ -124,8 +124,9 @@ def test_the_moving_average_is_its_definition(tmp_path: Path) -> None:
     seen.append(ckpt.load_file(last / "model.safetensors"))
     assert len(seen) == STEPS
     average = {k: v.double() for k, v in seen[0].items()}
-    for step in seen[1:]:
-        average = {k: 0.8 * average[k] + 0.2 * step[k] for k in average}
+    for t, step in enumerate(seen[1:], start=1):
+        decay = min(0.8, (1 + t) / (10 + t))
+        average = {k: decay * average[k] + (1 - decay) * step[k] for k in average}
     average["encoder.shortcut.alpha"] = seen[-1]["encoder.shortcut.alpha"].double()  # no parameter: as it is now
     kept = ckpt.load_file(last / "ema.safetensors")
     for name, value in average.items():

@@ -1,0 +1,278 @@
+"""Models of other libraries by name: `timm:vit_small_patch16_224`, `torchvision:resnet18`, `transformers:FOLDER`.
+
+| prefix | then | without weights |
+|---|---|---|
+| `timm:` | a model of timm, with a tag or not: `vit_base_patch16_224.mae`; `local-dir:FOLDER` | `pretrained=False` |
+| `torchvision:` | a model of torchvision | `pretrained=False` |
+| `transformers:` | a folder, or a repository of the Hub | `pretrained=False`, also by type alone: `transformers:vit` |
+| `diffusers:` | a folder, or a repository of the Hub | `pretrained=False` |
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from residua.data import Preprocessing
+
+LIBRARIES = ("timm", "torchvision", "transformers", "diffusers")
+SOURCE = "residua_source"
+"""Attribute of an opened model: the keywords of `open_model` that open the same architecture again."""
+_HALVES = (0.5, 0.5, 0.5)
+
+
+def is_name(name: object) -> bool:
+    """Is this a model of another library, by name?"""
+    return isinstance(name, str) and name.partition(":")[0] in LIBRARIES and ":" in name
+
+
+def open_model(
+    name: str, weights: str | Path | None = None, pretrained: bool | None = None, **options: Any
+) -> nn.Module:
+    """A model by name, in evaluation mode, with `model.preprocessing` where it takes images.
+
+    Its weights: published ones, from the Hub or the cache (the default); those of a file (`weights`: safetensors, or a
+    PyTorch file, read without running any code in it); or random ones (`pretrained=False`, also `weights="random"`).
+    `options` go to the library's constructor: `img_size=64, num_classes=10`.
+
+    >>> model = open_model("timm:vit_small_patch16_224")
+    >>> model = open_model("torchvision:resnet18", weights="resnet18.safetensors")
+    """
+    library, _, inner = name.partition(":")
+    if not is_name(name) or not inner:
+        raise ValueError(f"{name!r} names no model: give one of {', '.join(f'{x}:NAME' for x in LIBRARIES)}")
+    if weights == "random":
+        weights, pretrained = None, False
+    file = None if weights is None else Path(weights).expanduser()
+    if file is not None and not file.is_file():
+        raise ValueError(f"there are no weights at {file}")
+    if file is not None and pretrained:
+        raise ValueError("weights of a file or published ones (pretrained=True): give one of the two")
+    published = file is None if pretrained is None else pretrained
+    openers: dict[str, Callable[..., nn.Module]] = {
+        "timm": _timm, "torchvision": _torchvision, "transformers": _transformers, "diffusers": _diffusers,
+    }  # fmt: skip
+    model = openers[library](_library(library, name), inner, published, **options)
+    if file is not None:
+        _load(model, file, name)
+    setattr(model, SOURCE, {"name": name, **options})
+    return model.eval()
+
+
+def _library(library: str, name: str) -> Any:
+    try:
+        return import_module(library)
+    except ImportError as error:
+        raise ValueError(f"{name} needs {library}, which is not here: pip install 'residua[adapt]'") from error
+
+
+def _unknown(library: str, name: str, known: list[str]) -> ValueError:
+    near = difflib.get_close_matches(name, known, n=4, cutoff=0.5) or [other for other in known if name in other][:4]
+    return ValueError(f"{library} has no model {name!r}" + (f"; near it are {', '.join(near)}" if near else ""))
+
+
+def _published(name: str, make: Callable[[], Any]) -> Any:
+    """Published weights, or a sentence that says what else to do."""
+    try:
+        return make()
+    except Exception as error:  # every library has its own ways of not reaching the Hub
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"{name}: its published weights cannot be had here ({first[:200]}). Give a local file (--weights FILE, in "
+            "Python weights=...), or ask for random weights (--weights random, in Python pretrained=False)"
+        ) from error
+
+
+# ---------------------------------------------------------------- timm and torchvision
+
+
+def _timm(timm: Any, name: str, published: bool, **options: Any) -> nn.Module:
+    elsewhere = name.startswith(("hf-hub:", "hf_hub:", "local-dir:"))
+    if not elsewhere and not timm.is_model(name.partition(".")[0]):
+        raise _unknown("timm", name, timm.list_models())
+
+    def make() -> nn.Module:
+        try:
+            return timm.create_model(name, pretrained=published, **options)
+        except TypeError:
+            if "img_size" not in options:
+                raise
+            return timm.create_model(name, pretrained=published, **{k: options[k] for k in options if k != "img_size"})
+
+    model = _published(f"timm:{name}", make) if published else make()
+    config = timm.data.resolve_model_data_config(model)
+    channels, *side = config["input_size"]
+    channels = options.get("in_chans", channels)
+    kind = config["interpolation"] if config["interpolation"] in ("bilinear", "bicubic") else "bicubic"
+    size = options.get("img_size") or getattr(getattr(model, "patch_embed", None), "img_size", None) or side
+    mean, std = (_spread(config[key], channels) for key in ("mean", "std"))
+    shape: Any = size if isinstance(size, int) else tuple(size)
+    model.preprocessing = Preprocessing(shape, mean, std, channels, crop_pct=config["crop_pct"], interpolation=kind)
+    return model
+
+
+def _spread(values: Any, channels: int) -> tuple[float, ...]:
+    """As many values as channels: the published ones, or their mean for each."""
+    return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
+
+
+def _torchvision(torchvision: Any, name: str, published: bool, **options: Any) -> nn.Module:
+    models = import_module("torchvision.models")
+    if name not in models.list_models():
+        raise _unknown("torchvision", name, models.list_models())
+    choices = models.get_model_weights(name)
+    best = choices.DEFAULT if len(choices) else None
+
+    def make() -> nn.Module:
+        quiet = {"init_weights": True} if name in ("googlenet", "inception_v3") and not published else {}
+        return models.get_model(name, weights=best if published else None, **quiet, **options)
+
+    model = _published(f"torchvision:{name}", make) if published else make()
+    view: Any = best.transforms() if best is not None else None
+    if hasattr(view, "crop_size"):
+        side = options.get("image_size") or view.crop_size[0]
+        crop = view.crop_size[0] / max(view.resize_size[0], view.crop_size[0])
+        kind = getattr(view.interpolation, "value", "bilinear")
+        model.preprocessing = Preprocessing(
+            (side, side), view.mean, view.std, crop_pct=crop, interpolation=kind if kind == "bicubic" else "bilinear"
+        )
+    return model
+
+
+# ---------------------------------------------------------------- transformers and diffusers
+
+
+def _transformers(transformers: Any, name: str, published: bool, **options: Any) -> nn.Module:
+    folder = Path(name).expanduser()
+    if folder.exists() and not (folder / "config.json").exists():
+        raise ValueError(f"transformers:{name}: {folder} holds no config.json")
+    where = str(folder) if folder.exists() else name
+    if published:
+        model = _published(f"transformers:{name}", lambda: transformers.AutoModel.from_pretrained(where, **options))
+    else:
+        types = import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+        if not folder.exists() and name in types:
+            config = types[name](**options)
+        elif not folder.exists() and "/" not in name:
+            raise _unknown("transformers", name, list(types))
+        else:
+            config = _published(
+                f"transformers:{name}", lambda: transformers.AutoConfig.from_pretrained(where, **options)
+            )
+        model = transformers.AutoModel.from_config(config)
+    model = getattr(model, "vision_model", model)  # of two towers, the one that sees images
+    if hasattr(model.config, "mask_ratio"):
+        model.config.mask_ratio = 0.0  # ViTMAE would hide patches in evaluation too
+    size = getattr(model.config, "image_size", None)
+    if size is not None:
+        model.preprocessing = _processor(folder, size, getattr(model.config, "num_channels", 3), transformers, where)
+    return model
+
+
+def _processor(folder: Path, size: Any, channels: int, transformers: Any, where: str) -> Preprocessing:
+    """As the model's preprocessor_config.json has it; without one, values in [-1, 1]."""
+    side = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    file = folder / "preprocessor_config.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    if not folder.exists() and "/" in where:
+        try:
+            found = transformers.AutoImageProcessor.from_pretrained(where).to_dict()
+        except Exception:  # the weights are here, a processor is not
+            found = {}
+    mean, std = (found.get(key) or _HALVES for key in ("image_mean", "image_std"))
+    edge = (found.get("size") or {}) if isinstance(found.get("size"), dict) else {}
+    crop = side[0] / edge["shortest_edge"] if edge.get("shortest_edge", 0) >= side[0] else 1.0
+    kind = "bicubic" if found.get("resample", 2) == 3 else "bilinear"
+    return Preprocessing(
+        side, _spread(mean, channels), _spread(std, channels), channels, crop_pct=crop, interpolation=kind
+    )
+
+
+def _diffusers(diffusers: Any, name: str, published: bool, **options: Any) -> nn.Module:
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / "config.json").exists():
+        folder = folder / "transformer"  # of a pipeline
+    if not folder.exists() and "/" not in name:
+        raise ValueError(f"diffusers:{name}: there is no such folder")
+    local = (folder / "config.json").exists()
+    where = {} if local else {"subfolder": "transformer"}
+
+    def config() -> dict[str, Any]:
+        if local:
+            return json.loads((folder / "config.json").read_text())
+        return diffusers.ModelMixin.load_config(name, **where)
+
+    described = config() if local else _published(f"diffusers:{name}", config)
+    cls = getattr(diffusers, described.get("_class_name", ""), None)
+    if cls is None:
+        raise ValueError(f"diffusers:{name}: its config.json names no model of diffusers")
+    if not published:
+        return cls.from_config({**described, **options})
+    source = str(folder) if local else name
+    return _published(f"diffusers:{name}", lambda: cls.from_pretrained(source, **where, **options))
+
+
+# ---------------------------------------------------------------- weights of a file
+
+
+def _load(model: nn.Module, file: Path, name: str) -> None:
+    """Weights of a file, all but a classifier's: one of another size is left out."""
+    state = read_weights(file)
+    if hasattr(model, "config") and hasattr(type(model), "from_pretrained") and name.startswith("transformers:"):
+        return _load_transformers(model, state, file)
+    adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    own = model.state_dict()
+    if adapt is not None and set(state) != set(own):
+        state = adapt(state, model)
+    fits = {key: x for key, x in state.items() if key in own and x.shape == own[key].shape}
+    head = _head(model)
+    lacking = [key for key in own if key not in fits and not key.startswith(head)]
+    if lacking:
+        some = ", ".join(lacking[:4]) + (", ..." if len(lacking) > 4 else "")
+        raise ValueError(f"{file} does not fit {name}: it lacks {some}, or has them in other shapes")
+    model.load_state_dict(fits, strict=False)
+    return None
+
+
+def _load_transformers(model: Any, state: dict[str, Tensor], file: Path) -> None:
+    """By the library itself, which knows what tensors were called in earlier versions."""
+    found, report = type(model).from_pretrained(
+        None, config=model.config, state_dict=state, output_loading_info=True
+    )  # fmt: skip
+    lacking = [key for key in report["missing_keys"] if not key.startswith(("pooler", "classifier"))]
+    if lacking or report.get("mismatched_keys"):
+        wrong = ", ".join(map(str, [*lacking, *report.get("mismatched_keys", ())][:4]))
+        raise ValueError(f"{file} does not fit {type(model).__name__}: it lacks {wrong}, or has them in other shapes")
+    model.load_state_dict(found.state_dict())
+
+
+def _head(model: nn.Module) -> tuple[str, ...]:
+    """How the names of a classifier's parameters begin."""
+    named = getattr(model, "default_cfg", {}).get("classifier") or ()
+    names = (named,) if isinstance(named, str) else tuple(named)
+    return tuple(f"{name}." for name in (*names, "head", "heads", "fc", "classifier"))
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """A state dict from safetensors, or from a PyTorch file without running code in it."""
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{file} cannot be read as weights: {error}") from error
+    for key in ("state_dict", "model", "model_state_dict", "teacher"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not all(isinstance(x, Tensor) for x in content.values()):
+        raise ValueError(f"{file} holds no state dict of tensors")
+    return {key.removeprefix("module."): x for key, x in content.items()}

@@ -1,0 +1,171 @@
+"""A vision transformer of timm as the encoder of a masked autoencoder."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+import residua
+from residua.adapt.encoder import TimmViT, create_model, open_encoder
+from residua.nn import MAE
+from residua.train import Pretrain, fit, prepare
+from residua.train import checkpoint as ckpt
+
+SMALL: dict[str, Any] = {"decoder_embed_dim": 16, "decoder_depth": 2, "decoder_num_heads": 2}
+# class token; two of them; registers; positions for patches only; no prefix at all
+KINDS = {
+    "vit_tiny_patch16_224": 1,
+    "deit_tiny_distilled_patch16_224": 2,
+    "vit_wee_patch16_reg1_gap_256": 1,
+    "deit3_small_patch16_224": 1,
+    "vit_base_patch16_siglip_224": 0,
+}
+QUICK: dict[str, Any] = {
+    "data": "shapes", "encoder": "timm:test_vit", "img_size": 16, "patch_size": 4, "batch_size": 8, "cpu": True,
+    "decoder_embed_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2, "workers": 0, "alpha_min": 0.6, "anneal": 0.5,
+}  # fmt: skip
+
+
+def randomise(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * 0.1)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_features_are_timms(name: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "patch_size": 8}
+    encoder = open_encoder(f"timm:{name}", **sizes).eval()
+    randomise(encoder)
+    assert encoder.num_prefix_tokens == KINDS[name]
+    plain: Any = timm.create_model(name, num_classes=0, **sizes).eval()
+    lacking, extra = plain.load_state_dict(encoder.state_dict(), strict=False)  # the same names
+    assert extra == ["shortcut.alpha"]
+    assert all(key.startswith(("attn_pool.", "fc_norm.")) for key in lacking)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(x), plain.forward_features(x), atol=1e-4, rtol=1e-4)
+        assert len(residua.stream(encoder, x)) == 2 * len(plain.blocks)
+        assert encoder(torch.randn(1, 3, 48, 32)).shape[1] == KINDS[name] + 24  # positions are interpolated
+
+
+def test_fading_is_that_of_the_blocks() -> None:
+    torch.manual_seed(0)
+    encoder = open_encoder("timm:test_vit", img_size=32, patch_size=8, alpha_min=0.5).eval()
+    randomise(encoder)
+    plain: Any = timm.create_model("test_vit", num_classes=0, img_size=32, patch_size=8).eval()
+    plain.load_state_dict(encoder.state_dict(), strict=False)
+    residua.fade(plain, alpha_min=0.5)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(x), plain.forward_features(x), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "vit_base_patch16_siglip_224"])
+@pytest.mark.parametrize("decoder", ["plain", "ushape"])
+def test_autoencoder_hides_patches_from_it(name: str, decoder: str) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"img_size": 32, "patch_size": 8, "decoder": decoder, "zero_init": False, **SMALL}
+    model: Any = create_model("mae_timm_vit", encoder=f"timm:{name}", **sizes)
+    assert isinstance(model, MAE)
+    images, noise = torch.randn(2, 3, 32, 32), torch.rand(2, 16)
+    loss, pred, mask = model(images, noise)
+    loss.backward()
+    assert all(p.grad is not None for block in model.encoder.blocks for p in block.parameters())
+    changed = images + mask.unflatten(1, (1, 4, 4)).repeat_interleave(8, 2).repeat_interleave(8, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(model(changed, noise)[1], pred)
+
+
+def test_rebuilt_from_its_configuration() -> None:
+    model: Any = create_model(
+        "mae_timm_vit", encoder="timm:test_vit", img_size=32, patch_size=8, alpha_min=0.7, **SMALL
+    )
+    twin: Any = create_model(**model.config)
+    assert twin.config == model.config
+    twin.load_state_dict(model.state_dict())
+    lone: Any = create_model(**model.encoder.config)
+    assert isinstance(lone, TimmViT)
+    assert lone.config == model.encoder.config
+    copied = copy.deepcopy(model)
+    torch.testing.assert_close(copied.state_dict(), model.state_dict())
+    with torch.no_grad():  # a copy walks its own blocks
+        for p in model.encoder.parameters():
+            p.zero_()
+    assert copied.encoder.located[0].block is copied.encoder.blocks[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("vit_base_patch16_rope_224", "positions of their own"),
+        ("eva02_tiny_patch14_224", "positions of their own"),
+        ("swin_tiny_patch4_window7_224", "a SwinTransformer is no plain sequence"),
+        ("vit_small_r26_s32_224", "pass a network of their own"),
+        ("vit_small_patch16_18x2_224", "not attention, then MLP"),
+        ("resnet18", "no vision transformer"),
+    ],
+)
+def test_refusals_say_why(name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"timm:{name} cannot be the encoder of a masked autoencoder: .*{reason}"):
+        open_encoder(f"timm:{name}")
+
+
+def test_settings_that_contradict() -> None:
+    for given, reason in (
+        ({"depth": 3}, "depth is 3, but timm:test_vit brings its own"),
+        ({"encoder": None, "encoder_weights": "published"}, "there is no encoder"),
+        ({"encoder": "torchvision:vit_b_16"}, "no vision transformer of timm"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            prepare(Pretrain().override(**QUICK | given, steps=2, dry_run=True))
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    return ckpt.load_file(ckpt.checkpoints(run)[-1] / "model.safetensors")
+
+
+def test_a_run_resumes_loads_and_is_evaluated(tmp_path: Path) -> None:
+    whole = fit(prepare(Pretrain().override(**QUICK, steps=4, checkpoint_every=2, keep=0, out=str(tmp_path / "a"))))
+    assert float(whole.encoder.shortcut.alpha[-1]) == pytest.approx(0.6)
+
+    session = prepare(Pretrain().override(**QUICK, steps=4, checkpoint_every=2, keep=0, out=str(tmp_path / "b")))
+    loop = session.loop()
+    session.config.save(tmp_path / "b" / "config.yaml")
+    for images in loop.batches(0, 2):
+        loop.advance(images)
+    loop.save()
+    fit(prepare(Pretrain().override(out=str(tmp_path / "b"), resume=True, cpu=True, workers=0)))
+    a, b = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+    model: Any = residua.load(tmp_path / "a")
+    assert model.preprocessing.img_size == (16, 16)
+    torch.testing.assert_close(model.state_dict(), whole.state_dict())
+    report = residua.evaluate.evaluate(model, "shapes", probe=None, limit=40, layers="all", neighbors=0)
+    assert report.layers == list(range(model.encoder.depth))
+
+
+def test_a_trained_model_fades_while_it_goes_on(tmp_path: Path) -> None:
+    """Weights of a file, ordinary shortcuts at first, and branches that are not set to zero."""
+    torch.manual_seed(0)
+    trained = timm.create_model("test_vit", num_classes=0, img_size=16, patch_size=4)
+    file = tmp_path / "trained.pt"
+    torch.save(trained.state_dict(), file)
+    session = prepare(Pretrain().override(**QUICK | {"encoder_weights": str(file)}, steps=4, dry_run=True))
+    own, theirs = session.model.encoder.state_dict(), trained.state_dict()
+    assert all(torch.equal(own[key], theirs[key]) for key in own if key in theirs)
+    config = timm.data.resolve_model_data_config(trained)
+    assert session.preprocessing.mean == config["mean"]
+    loop = session.loop()
+    seen = []
+    for images in loop.batches(0, 4):
+        loop.advance(images)
+        seen.append(float(loop.shortcut.alpha[-1]))
+    assert seen == pytest.approx([1.0, 0.8, 0.6, 0.6])

@@ -1,0 +1,142 @@
+"""Models of other libraries by name, with published, given or random weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from safetensors.torch import save_file
+
+import residua
+from residua.adapt import is_name, names, open_model
+
+VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "image_size": 16}
+DIT: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "sample_size": 8}
+
+
+def test_what_is_a_name() -> None:
+    assert is_name("timm:resnet18")
+    assert not is_name("runs/timm:resnet18")
+    assert not is_name("timm")
+    assert not is_name(Path("runs/a"))
+
+
+def test_timm_brings_its_preprocessing() -> None:
+    model: Any = residua.load("timm:test_vit", weights="random")
+    assert not model.training
+    config = timm.data.resolve_model_data_config(model)
+    pre = model.preprocessing
+    assert (pre.img_size, pre.mean, pre.std) == ((160, 160), config["mean"], config["std"])
+    assert (pre.crop_pct, pre.interpolation) == (config["crop_pct"], config["interpolation"])
+    small: Any = open_model("timm:test_vit", pretrained=False, img_size=32, in_chans=1)
+    assert (small.preprocessing.img_size, small.preprocessing.in_chans) == ((32, 32), 1)
+    assert open_model("timm:test_resnet", pretrained=False, img_size=64).preprocessing.img_size == (64, 64)  # type: ignore[union-attr]
+
+
+def test_torchvision_brings_its_preprocessing() -> None:
+    model: Any = open_model("torchvision:resnet18", pretrained=False)
+    assert model.preprocessing.img_size == (224, 224)
+    assert model.preprocessing.crop_pct == pytest.approx(224 / 256)
+    assert isinstance(model, torchvision.models.ResNet)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
+def test_weights_of_a_file(suffix: str, tmp_path: Path) -> None:
+    source = timm.create_model("test_vit", num_classes=7)
+    file = tmp_path / f"weights.{suffix}"
+    state = {k: v.contiguous() for k, v in source.state_dict().items()}
+    if suffix == "pth":
+        torch.save({"state_dict": {f"module.{k}": v for k, v in state.items()}}, file)
+    else:
+        save_file(state, file)
+    model: Any = open_model("timm:test_vit", weights=file)  # whose head has 1,000 classes
+    x = torch.randn(1, 3, 160, 160)
+    with torch.no_grad():
+        assert torch.equal(model.forward_features(x), source.eval().forward_features(x))
+    with pytest.raises(ValueError, match=r"does not fit timm:test_resnet: it lacks"):
+        open_model("timm:test_resnet", weights=file)
+
+
+def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    torch.save({"model": Path("x")}, file)
+    with pytest.raises(ValueError, match="cannot be read as weights"):
+        open_model("timm:test_vit", weights=file)
+
+
+def test_transformers_from_a_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    plain = transformers.ViTForImageClassification(transformers.ViTConfig(**VIT, patch_size=4)).eval()
+    plain.save_pretrained(tmp_path)
+    text = '{"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "resample": 3, "size": {"height": 16}}'
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    model: Any = residua.load(f"transformers:{tmp_path}")
+    pre = model.preprocessing
+    assert (pre.img_size, pre.mean, pre.std) == ((16, 16), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert (pre.crop_pct, pre.interpolation) == (1.0, "bicubic")
+    x = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        wanted = plain.vit(x).last_hidden_state
+        assert torch.equal(model(x).last_hidden_state, wanted)
+        other: Any = open_model(f"transformers:{tmp_path}", weights=tmp_path / "model.safetensors")
+        assert torch.equal(other(x).last_hidden_state, wanted)
+        fresh: Any = open_model(f"transformers:{tmp_path}", pretrained=False)
+        assert not torch.equal(fresh(x).last_hidden_state, wanted)
+
+
+def test_transformers_of_a_type() -> None:
+    pytest.importorskip("transformers")
+    model: Any = open_model("transformers:vit_mae", pretrained=False, **VIT, patch_size=4)
+    assert model.config.mask_ratio == 0.0  # whole images are read
+    two: Any = open_model("transformers:clip", pretrained=False, vision_config={**VIT, "patch_size": 4})
+    assert len(residua.stream(two)) == 4  # the tower that sees
+    with pytest.raises(ValueError, match=r"transformers has no model 'vitt'; near it are vit"):
+        open_model("transformers:vitt", pretrained=False)
+
+
+def test_diffusers_from_a_folder(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    plain = diffusers.DiTTransformer2DModel(**DIT, num_embeds_ada_norm=10)
+    plain.save_pretrained(tmp_path / "transformer")
+    for folder in (tmp_path, tmp_path / "transformer"):  # of a pipeline, or the model's own
+        model = residua.load(f"diffusers:{folder}")
+        assert len(residua.stream(model)) == 2
+        torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"timm has no model 'vit_tiny_patch16_225'; near it are vit_tiny_patch16_224"):
+        open_model("timm:vit_tiny_patch16_225")
+    with pytest.raises(ValueError, match=r"torchvision has no model 'resnet17'; near it are resnet18"):
+        open_model("torchvision:resnet17")
+    with pytest.raises(ValueError, match=r"names no model: give one of timm:NAME"):
+        open_model("keras:resnet")
+    with pytest.raises(ValueError, match="there are no weights at"):
+        open_model("timm:test_vit", weights=tmp_path / "none.pt")
+    with pytest.raises(ValueError, match="holds no config"):
+        open_model(f"transformers:{tmp_path}")
+    with pytest.raises(ValueError, match="weights are for models of other libraries"):
+        residua.load(tmp_path, weights="random")
+
+
+def test_without_the_hub_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no route to host\nand more")
+
+    monkeypatch.setattr(timm, "create_model", unreachable)
+    with pytest.raises(
+        ValueError, match=r"\(no route to host\)\. Give a local file \(--weights FILE.*--weights random"
+    ):
+        open_model("timm:test_vit")
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(names, "import_module", missing)
+    with pytest.raises(ValueError, match=r"needs transformers, which is not here: pip install 'residua\[adapt\]'"):
+        open_model("transformers:x/y")

@@ -1,0 +1,143 @@
+"""Models of other libraries are read layer by layer, like encoders of our own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import timm
+import torch
+from torch import nn
+
+import residua
+from residua.adapt import Foreign, encoder_of, open_model, untrained
+from residua.adapt.foreign import as_tokens
+from residua.cli import main
+from residua.data import Preprocessing, Splits
+from residua.evaluate import evaluate, extract
+
+TINY: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 16,
+    "patch_size": 4,
+}  # fmt: skip
+
+
+def small(name: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return open_model(name, pretrained=False, **options)
+
+
+def test_layers_of_a_timm_transformer(digits: Splits) -> None:
+    model = small("timm:test_vit", img_size=32)
+    found = extract(model, digits, layers="all", readout=("tokens", "cls", "patches"), limit=12, splits=("test",))
+    assert found.test is not None
+    source = residua.evaluate.features.pick_split(digits, "test", 12, 0)
+    assert source is not None
+    images = model.preprocessing([source.read(i, 32) for i in range(12)])  # grey digits become coloured
+    with torch.no_grad():
+        last, inner = model.forward_intermediates(images, return_prefix_tokens=True, output_fmt="NLC")
+        tokens = torch.cat([inner[0][1], inner[0][0]], 1)
+    torch.testing.assert_close(found.test.layer(0), tokens.mean(1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.test.of("cls").last, last[:, 0], atol=1e-4, rtol=1e-4)
+    prefix = model.num_prefix_tokens
+    torch.testing.assert_close(found.test.of("patches").last, last[:, prefix:].mean(1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("timm:test_resnet", {}), ("timm:test_convnext", {}), ("torchvision:resnet18", {})]
+)
+def test_maps_are_averaged_over_positions(name: str, options: dict[str, Any], digits: Splits) -> None:
+    model = small(name, **options)
+    model.preprocessing = Preprocessing((32, 32), (0.5,) * 3, (0.5,) * 3)
+    seen: list[torch.Tensor] = []
+    block = Foreign(model).located[-2].block
+    handle = block.register_forward_hook(lambda _, __, out: seen.append(out))
+    found = extract(model, digits, layers="all", limit=5, splits=("test",))
+    handle.remove()
+    assert found.test is not None
+    layers = found.test.layers
+    torch.testing.assert_close(found.test.layer(layers[-2]), seen[-1].mean((2, 3)), atol=1e-5, rtol=1e-5)
+    assert len({found.test.layer(i).shape[1] for i in layers}) > 1  # stages of several widths
+    with pytest.raises(ValueError, match="no class token"):
+        extract(model, digits, readout="cls", limit=5)
+
+
+def test_channels_last_is_recognised() -> None:
+    x = torch.randn(2, 5, 6, 16)
+    assert torch.equal(as_tokens(x, {16}), x.flatten(1, 2))
+    assert torch.equal(as_tokens(x.permute(0, 3, 1, 2), {16}), x.flatten(1, 2))
+    model = small("timm:swin_tiny_patch4_window7_224", img_size=56, window_size=7, embed_dim=12, num_heads=(1, 2, 2, 2))
+    assert Foreign(model).widths() == [12] * 2 + [24] * 2 + [48] * 6 + [96] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("vit", 1), ("vit_mae", 1), ("deit", 2), ("dinov3_vit", 3), ("siglip_vision_model", 0)]
+)
+def test_layers_of_transformers(name: str, prefix: int) -> None:
+    pytest.importorskip("transformers")
+    more = {"num_register_tokens": 2} if name == "dinov3_vit" else {}
+    model = small(f"transformers:{name}", **TINY, **more)
+    encoder = encoder_of(model)
+    assert (encoder.depth, encoder.num_prefix_tokens) == (2, prefix)
+    x, taps = torch.randn(2, 3, 16, 16), {}
+    with torch.no_grad():
+        last = encoder.forward_features(x, taps.__setitem__)
+        again = encoder.forward_features(x)
+    assert torch.equal(last, again)  # nothing is hidden, nothing shuffled
+    assert last.shape == (2, prefix + 16, 16)
+    assert [*taps] == ["blocks.0.mlp", "blocks.1.mlp"]
+
+
+def test_fading_changes_features_and_their_cache(digits: Splits, tmp_path: Path) -> None:
+    model = small("timm:test_vit", img_size=32)
+    plain = extract(model, digits, limit=6, cache=tmp_path).train.last
+    residua.fade(model, alpha_min=0.3)
+    faded = extract(model, digits, limit=6, cache=tmp_path).train.last
+    assert not torch.allclose(faded, plain)
+    residua.unfade(model)
+    assert torch.equal(extract(model, digits, limit=6, cache=tmp_path).train.last, plain)
+
+
+def test_untrained_twins() -> None:
+    model = residua.fade(small("timm:test_vit", img_size=32), alpha_min=0.5)
+    twin = untrained(model)
+    torch.testing.assert_close(residua.stream(twin).alphas, residua.stream(model).alphas)
+    assert not torch.equal(twin.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)  # type: ignore[union-attr,index]
+    unnamed: Any = timm.create_model("test_resnet")
+    unnamed.preprocessing = Preprocessing((32, 32), (0.5,) * 3, (0.5,) * 3)
+    other: Any = untrained(unnamed)
+    first = [next(m for m in part.modules() if isinstance(m, nn.Conv2d)).weight for part in (other, unnamed)]
+    assert not torch.equal(*first)
+    assert all(m.weight.any() for m in other.modules() if isinstance(m, nn.BatchNorm2d))  # no branch is silent
+
+
+def test_a_model_must_say_what_images_it_takes(digits: Splits) -> None:
+    with pytest.raises(ValueError, match=r"set model\.preprocessing"):
+        evaluate(timm.create_model("test_vit"), digits)
+
+
+def test_evaluate_all_layers(digits: Splits) -> None:
+    model = small("timm:test_resnet")
+    model.preprocessing = Preprocessing((32, 32), (0.5,) * 3, (0.5,) * 3)
+    report = evaluate(model, digits, probe="lbfgs", layers="all", limit=60, neighbors=0, k=5)
+    subjects = {score.subject for score in report.scores}
+    assert subjects == {"model", "random init", "pixels"}
+    assert len([s for s in report.scores if s.metric == "linear probe" and s.subject == "model"]) == len(report.layers)
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    common = ["--weights", "random", "--data", "digits", "--img-size", "32", "--device", "cpu"]
+    score = ["--layers", "all", "--probe", "none", "--limit", "40", "--no-cache", "--out", "scores.json"]
+    assert main(["evaluate", "timm:test_vit", *common, *score]) in (0, None)
+    scores = json.loads(Path("scores.json").read_text())
+    assert scores["layers"] == list(range(6))
+    assert main(["embed", "timm:test_resnet", *common, "--layers", "0", "3"]) in (0, None)
+    table = pq.read_table("features.parquet")
+    widths = Foreign(open_model("timm:test_resnet", pretrained=False)).widths()
+    assert [len(table[f"layer_{i}"][0]) for i in (0, 3)] == [widths[0], widths[3]]
+    assert main(
+        ["anatomy", "timm:test_vit", *common, "--top", "3", "--images", "2", "--split", "test", "--token", "0"]
+    ) in (0, None)
+    assert Path("anatomy-test_vit/anatomy.html").exists()
