@@ -66,7 +66,7 @@ def test_pretrain_says_what_it_chose_and_what_it_is_worth(tmp_path, capsys):
         "steps",
         "device",
         "run",
-        "alpha_min 0.9",
+        "alpha_min 1 ",
         "entropy rank",
         "residua.load(",
         "random init",

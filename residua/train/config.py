@@ -19,6 +19,7 @@ from residua.train.options import (
     MachineConfig,
     OptimConfig,
     ShortcutConfig,
+    auto_alpha,
     auto_patch,
     auto_size,
     check,
@@ -27,7 +28,6 @@ from residua.train.options import (
 )
 
 Size = Literal["nano", "tiny", "small", "base", "large"]
-AUTO_ALPHA_MIN = 0.9
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     alpha = s.alpha_min
     if alpha == "auto":
         free = config.model.decoder == "ushape" and s.control == "none" and s.schedule != "learned"
-        alpha = AUTO_ALPHA_MIN if free and s.alpha_eff is None else 1.0
+        depth = config.model.depth or (12 if outside else SIZES[size]["depth"])
+        alpha = auto_alpha(steps, depth) if free and s.alpha_eff is None else 1.0
     zero = config.model.decoder == "ushape" if config.model.zero_init == "auto" else config.model.zero_init
     return config.override(
         scale=(0.2, 1.0) if config.data.scale == "auto" else config.data.scale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Literal, Self
 
 import yaml
 
-from residua.nn.shortcut import Branches, Control, Per, Schedule
+from residua.nn.shortcut import Branches, Control, Decay, Per, Schedule
 from residua.train.checkpoint import write_text
 
 Auto = Literal["auto"]
@@ -38,8 +39,8 @@ class ShortcutConfig:
     """Shortcuts: x <- alpha * x + f(x), alpha falling with depth."""
 
     alpha_min: float | Auto = "auto"
-    """Strength of the last shortcut, in [0, 1]; 1 = ordinary residuals; auto: 0.9 for autoencoders with a U-shaped
-    decoder, 0.8 for diffusion models, else 1."""
+    """Strength of the last shortcut, in [0, 1]; 1 = ordinary residuals; auto, for autoencoders with a U-shaped decoder
+    and for diffusion models: 1 in runs up to 7,500 steps, then 0.1 less with every doubling (docs/choosing-alpha.md)."""
     alpha_eff: float | None = None
     """Product of all alphas, instead of alpha_min: what transfers between depths."""
     schedule: Schedule = "linear"
@@ -223,6 +224,23 @@ def machine_choices(machine: MachineConfig, device: str, steps: int) -> dict[str
         "checkpoint_every": m.checkpoint_every or max(1, steps // 20),
         "log_every": m.log_every or max(1, steps // 200),
     }
+
+
+SHORT = 7500
+"""Steps up to which fading costs more than it brings, as far as we know."""
+
+
+def auto_alpha(steps: int, depth: int, least: float = 0.6) -> float:
+    """alpha_min for a number of steps: `1 - 0.1 log2(steps / 7,500)` within [least, 1] for 12 blocks.
+
+    Networks of another depth get the alpha_min with the same product of alphas, but no less than 0.5.
+    """
+    alpha = min(1.0, max(least, 1 - 0.1 * math.log2(max(steps, 1) / SHORT)))
+    known = Decay(alpha_min=alpha)
+    if depth == 12 or alpha == 1.0:
+        return round(alpha, 3)
+    same = Decay(alpha_eff=float(known.alphas(12).prod())).target(depth)
+    return round(max(0.5, same), 3)
 
 
 def auto_size(typical: tuple[int, int]) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from residua import data
+from residua import alphas, data
 from residua.train.config import Pretrain, build_model, resolve
+from residua.train.options import auto_alpha
 
 
 def chosen(device: str = "cpu", n: int = 1000, size: int = 32, **settings: Any) -> dict[str, Any]:
@@ -106,12 +107,21 @@ def test_learning_rate_rules() -> None:
 @pytest.mark.parametrize(
     ("settings", "alpha"),
     [
-        ({}, 0.9), ({"decoder": "plain"}, 1.0), ({"alpha_eff": 0.01}, 1.0), ({"control": "both"}, 1.0),
-        ({"schedule": "learned"}, 1.0), ({"alpha_min": 0.6, "decoder": "plain"}, 0.6),
+        ({}, 0.8), ({"decoder": "plain"}, 1.0), ({"alpha_eff": 0.01}, 1.0), ({"control": "both"}, 1.0),
+        ({"schedule": "learned"}, 1.0), ({"alpha_min": 0.6, "decoder": "plain"}, 0.6), ({"steps": 5000}, 1.0),
     ],
 )  # fmt: skip
 def test_alpha_left_to_us(settings: dict[str, Any], alpha: float) -> None:
-    assert chosen(**settings)["alpha_min"] == alpha
+    assert chosen(**{"depth": 12, "steps": 30_000} | settings)["alpha_min"] == pytest.approx(alpha)
+
+
+def test_alpha_by_steps_and_depth() -> None:
+    assert [auto_alpha(steps, 12) for steps in (1, 7500, 15_000, 60_000, 10**6)] == [1.0, 1.0, 0.9, 0.7, 0.6]
+    assert auto_alpha(10**6, 12, least=0.7) == 0.7
+    for depth in (6, 24):  # the same share of the input is left at the end
+        left = float(alphas(depth, auto_alpha(15_000, depth)).prod())
+        assert left == pytest.approx(float(alphas(12, 0.9).prod()), rel=0.02)
+    assert auto_alpha(10**6, 6) == 0.5  # stable, if not the same
 
 
 def test_zero_init_goes_with_the_u_shaped_decoder() -> None:
