@@ -22,6 +22,7 @@ def diffuse(args: list[str]) -> None:
     from residua.train import fit
     from residua.train.diffuse import prepare
     from residua.train.diffuse_config import Diffuse
+    from residua.train.loop import append_metrics
 
     default = Diffuse()
     if args and not args[0].startswith("-"):
@@ -44,8 +45,11 @@ def diffuse(args: list[str]) -> None:
         )
         model = fit(session, hooks)
     picture = session.write_grid(session.settings.steps, model)
-    for name, value in (measure(session.settings.steps, model) or {}).items():
+    last = measure(session.settings.steps, model) or {}
+    for name, value in last.items():
         say(f"{name.removeprefix('eval/')} {value:.2f} of {session.config.machine.fid_samples:,} samples")
+    if last and session.run is not None:
+        append_metrics(session.run, {"step": session.settings.steps, "epoch": session.config.optim.epochs, **last})
     if main:
         _closing_words(session.run, picture)
 

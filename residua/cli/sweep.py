@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -11,21 +13,41 @@ from .console import console, note, say, show
 from .pretrain import existing
 
 HELP = """\
-usage: residua sweep [RECIPE|SETTINGS.yaml] --SETTING VALUE [VALUE ...] [--seeds N] [--jobs N] [--out DIR] [--open]
+usage: residua sweep [pretrain|diffuse|finetune] [RECIPE|SETTINGS.yaml|MODEL] --SETTING VALUE [VALUE ...] [options]
 
 Run a recipe once for every combination of the values given, evaluate each, and put mean and interval into one table
-and one page. Any setting of `residua pretrain` may be swept by giving it several values; with one value it holds for
-all runs. Runs are processes of their own: one that fails is listed and the others go on. The same command continues a
-sweep that was stopped, and adds values or seeds to one that is finished.
+and one page. Any setting of the command may be swept by giving it several values; with one value it holds for all
+runs. Settings that are lists themselves are swept with commas: --stages 2,2,2,2 2,2,6,2. Runs are processes of their
+own: one that fails is listed and the others go on. The same command continues a sweep that was stopped, and adds values
+or seeds to one that is finished.
 
-  --seeds N    seeds 0 to N - 1 for every combination (default 1)
-  --jobs N     runs at once, on one GPU or CPU (default 1)
-  --out DIR    folder of the sweep (default sweeps/RECIPE)
-  --open       open the page in the browser
+The command is what the recipe says, and pretrain without one. finetune takes a run, a checkpoint or the name of a
+network, as in residua finetune.
 
-  residua sweep mae-tiny-imagenet --alpha-min 1.0 0.9 0.8 --seeds 3 --jobs 2
+  --seeds N           seeds 0 to N - 1 for every combination (default 1)
+  --jobs N            runs at once, on one GPU or CPU (default 1)
+  --out DIR           folder of the sweep (default sweeps/RECIPE)
+  --baseline S=V ...  also print differences to the runs with these settings, paired by seed
+  --open              open the page in the browser
+
+Of diffusion models, which are probed by block and noise level when they are trained:
+  --probe, --times, --layers, --k, --limit    as in residua evaluate
+  --score N           also FID of N samples, by --fid-extractor and --fid-weights
+
+On a Ray cluster (pip install 'residua[ray]'; folder and images where all its machines see them):
+  --on ray            as many at once as fit, at most --jobs
+  --ray-address A     of the cluster, or auto; default: this machine alone
+  --gpus-per-run G    0.5: two on each GPU (default: one where there are any)
+
+  residua sweep mae-tiny-imagenet --alpha-min 1.0 0.9 0.8 --seeds 3 --jobs 2 --baseline alpha_min=1.0
   residua sweep --data folder:my_photos --alpha-min 1.0 0.8 --anneal 0 0.5
+  residua sweep uvit-cifar100 --alpha-min 1.0 0.7 --seeds 3 --score 10000 --on ray --gpus-per-run 0.5
+  residua sweep finetune resnet18 --data cifar10 --alpha-min 1.0 0.7 --stages 2,2,2,2 2,2,6,2 --seeds 3
 """
+OWN = ("out", "seeds", "jobs", "open", "baseline", "on", "ray_address", "gpus_per_run", "score")
+EVALUATE = ("probe", "times", "layers", "k", "limit")
+REFUSED = {"resume": "the same command continues one", "dry_run": "residua pretrain --dry-run looks at one run",
+          "no_evaluate": "its table is made of evaluations"}  # fmt: skip
 
 
 def sweep(args: list[str]) -> None:
@@ -33,25 +55,28 @@ def sweep(args: list[str]) -> None:
     if not args or "--help" in args or "-h" in args:
         console.print(HELP, markup=False)
         raise SystemExit(0)
-    from residua import recipes
     from residua.recipes import sweep as engine
+    from residua.recipes.summary import summarise, write_summary
     from residua.report.sweep import sweep_page
 
-    base, given = _parse(args)
-    if base.endswith((".yaml", ".yml")):
-        existing(base)
-    elif base:
-        recipes.get(base, "pretrain")
-    own = {name: given.pop(name, None) for name in ("out", "seeds", "jobs", "open")}
-    fixed, grid = _split(given)
+    kind, base, given = _parse(args)
+    own = {name: given.pop(name, None) for name in OWN}
+    after = {name: given.pop(name) for name in EVALUATE if kind == "diffuse" and name in given}
+    fixed, grid = _split(given, kind)
+    _check_base(kind, base, "model" in given)
     if own["seeds"]:
         if "seed" in given:
             raise ValueError("give --seeds N or --seed A B C, not both")
         grid["seed"] = [str(seed) for seed in range(_count("seeds", own["seeds"]))]
     if not grid:
         raise ValueError("nothing is swept: give a setting several values, as in --alpha-min 1.0 0.9, or --seeds 3")
-    folder = Path(own["out"][0] if own["out"] else f"sweeps/{Path(base).stem or 'pretrain'}").expanduser()
-    plan = engine.plan(folder, ([base] if base else []) + fixed, grid)
+    baseline = _baseline(own["baseline"], grid)
+    options: dict[str, Any] = {"kind": kind, "lists": [name for name in grid if _settings(kind)[name]]}
+    options["evaluate"] = _evaluate(after, given) if kind == "diffuse" else []
+    options["score"] = _score(own["score"], kind, given) if own["score"] is not None else []
+    start = _start(own)
+    folder = Path(own["out"][0] if own["out"] else f"sweeps/{Path(base).stem or kind}").expanduser()
+    plan = engine.plan(folder, ([base] if base else []) + fixed, grid, **options)
     ready = sum(trial.status == "done" for trial in plan.trials)
     say(f"{len(plan.trials)} runs in {folder}, {ready} of them finished before")
 
@@ -61,24 +86,30 @@ def sweep(args: list[str]) -> None:
         else:
             note(f"failed: {trial.name}: {trial.error} (logs/{trial.name}.txt)")
 
-    engine.run(plan, _count("jobs", own["jobs"] or ["1"]), ended)
-    found = engine.summarise(plan)
+    if ready < len(plan.trials):
+        start(plan, ended)
+    found = summarise(plan, baseline)
     failed = [(trial.name, trial.error) for trial in plan.trials if trial.status == "failed"]
-    if found:
-        console.print(_table(found))
-    say(f"written: {engine.write_summary(plan, found)}")
+    _print(found, baseline)
+    say(f"written: {write_summary(folder, found)}")
     runs: dict[Any, list[Path]] = {}
     for trial in plan.trials:
         if trial.status == "done":
             runs.setdefault(trial.group, []).append(plan.run_folder(trial))
-    show(sweep_page(folder, found, runs, failed), own["open"] is not None)
+    show(sweep_page(folder, found, runs, failed, baseline), own["open"] is not None)
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(plan.trials)} runs failed: {', '.join(name for name, _ in failed)}")
 
 
-def _parse(args: list[str]) -> tuple[str, dict[str, list[str]]]:
-    """The recipe or settings file, if any, and every flag with the values that follow it."""
+# ---------------------------------------------------------------- what was typed
+
+
+def _parse(args: Sequence[str]) -> tuple[str, str, dict[str, list[str]]]:
+    """The command to sweep; recipe, settings file or model, if any; and every flag with the values that follow it."""
+    from residua.recipes.sweep import KINDS
+
     args = list(args)
+    kind = args.pop(0) if args and args[0] in KINDS else ""
     base = args.pop(0) if args and not args[0].startswith("--") else ""
     given: dict[str, list[str]] = {}
     current: list[str] | None = None
@@ -92,43 +123,165 @@ def _parse(args: list[str]) -> tuple[str, dict[str, list[str]]]:
             raise ValueError(f"{arg!r} belongs to no setting; flags look like --alpha-min 1.0 0.9")
         else:
             current.append(arg)
-    return base, given
+    return kind or _kind_of(base), base, given
 
 
-def _split(given: dict[str, list[str]]) -> tuple[list[str], dict[str, list[str]]]:
-    """Arguments that all runs share, and the grid; settings that are pairs or lists themselves are shared."""
-    known = _settings()
+def _kind_of(base: str) -> str:
+    """The command that a recipe is of, or that knows all settings in a file."""
+    from residua import recipes
+    from residua.recipes.sweep import KINDS
+
+    if not base:
+        return "pretrain"
+    if base.endswith((".yaml", ".yml")):
+        from residua.train.options import read_flat
+
+        names = set(read_flat(existing(base)))
+        return next((kind for kind in KINDS if names <= _settings(kind).keys()), "pretrain")
+    try:
+        return recipes.get(base).command
+    except ValueError as error:
+        raise ValueError(f"{error} To train a network or run on labels: residua sweep finetune {base}") from None
+
+
+def _check_base(kind: str, base: str, named: bool) -> None:
+    """Raise what the runs would, before any is begun."""
+    from residua import recipes
+
+    if kind == "finetune":
+        if not base and not named:
+            raise ValueError("say what to train: residua sweep finetune resnet18, or a run or checkpoint")
+        if base and not Path(base).expanduser().exists():
+            from residua.train.finetune_config import open_start
+
+            open_start(base)
+    elif base.endswith((".yaml", ".yml")):
+        existing(base)
+    elif base:
+        recipes.get(base, "diffuse" if kind == "diffuse" else "pretrain")
+
+
+def _split(given: Mapping[str, list[str]], kind: str = "pretrain") -> tuple[list[str], dict[str, list[str]]]:
+    """Arguments that all runs share, and the grid; settings that are lists themselves are swept with commas."""
+    known = _settings(kind)
     fixed: list[str] = []
     grid: dict[str, list[str]] = {}
     for name, values in given.items():
-        plain = name.removeprefix("no_")
-        if name not in known and plain not in known:
-            import difflib
-
+        if name in REFUSED:
+            raise ValueError(f"--{name.replace('_', '-')} is not for sweeps: {REFUSED[name]}")
+        if name not in known and name.removeprefix("no_") not in known:
             near = difflib.get_close_matches(name, known, n=2) or ["alpha_min", "lr"]
-            raise ValueError(f"no setting named {name!r} to sweep; did you mean {' or '.join(near)}?")
-        if name in ("resume", "dry_run"):
-            raise ValueError(f"--{name.replace('_', '-')} is not for sweeps: the same command continues one by itself")
-        if len(values) > 1 and not known.get(name):
+            raise ValueError(f"no setting of {kind} named {name!r} to sweep; did you mean {' or '.join(near)}?")
+        flag = f"--{name.replace('_', '-')}"
+        if known.get(name):
+            several = [value for value in values if "," in value]
+            if len(several) not in (0, len(values)):
+                raise ValueError(f"{flag} {' '.join(values)}: join each list with commas, as in {flag} 2,2,2,2 2,2,6,2")
+            if len(several) > 1:
+                grid[name] = list(dict.fromkeys(values))
+            else:
+                fixed += [flag, *(part for value in values for part in value.split(","))]
+        elif len(values) > 1:
             grid[name] = list(dict.fromkeys(values))
         else:
-            fixed += [f"--{name.replace('_', '-')}", *values]
+            fixed += [flag, *values]
     return fixed, grid
 
 
-def _settings() -> dict[str, bool]:
-    """Settings of `residua pretrain`, and whether their value is a list."""
+def _settings(kind: str) -> dict[str, bool]:
+    """Settings of a command, and whether their value is a list."""
     import typing
     from dataclasses import fields
 
-    from residua.train import Pretrain
+    from residua.train import Finetune, Pretrain
+    from residua.train.diffuse_config import Diffuse
 
+    config: Any = {"pretrain": Pretrain, "diffuse": Diffuse, "finetune": Finetune}[kind]()
     found: dict[str, bool] = {}
-    for group in fields(Pretrain()):
-        part = type(getattr(Pretrain(), group.name))
-        for name, kind in typing.get_type_hints(part).items():
-            found[name] = any(get_origin(k) is tuple for k in (kind, *get_args(kind)))
+    for group in fields(config):
+        for name, hint in typing.get_type_hints(type(getattr(config, group.name))).items():
+            found[name] = any(get_origin(k) is tuple for k in (hint, *get_args(hint)))
     return found
+
+
+def _baseline(given: list[str] | None, grid: Mapping[str, list[str]]) -> dict[str, str]:
+    """Settings of the runs that the others are compared with."""
+    from residua.recipes.summary import same_value
+
+    if given is None:
+        return {}
+    found = {}
+    for text in given:
+        name, _, value = text.replace("-", "_", text.partition("=")[0].count("-")).partition("=")
+        own = [v for v in grid.get(name, []) if name != "seed" and same_value(v, value)]
+        if not own:
+            swept = ", ".join(f"{k}={v}" for k, values in grid.items() if k != "seed" for v in values) or "none"
+            raise ValueError(f"--baseline {text} is none of the settings that are swept: {swept}")
+        found[name] = own[0]
+    if not found:
+        raise ValueError("--baseline needs a setting that is swept, as in --baseline alpha_min=1.0")
+    return found
+
+
+def _evaluate(after: Mapping[str, list[str]], given: Mapping[str, list[str]]) -> list[str]:
+    """Options of `residua evaluate`; the features of many runs would fill a disk, so none are kept."""
+    import torch
+    import tyro
+
+    from .evaluate import EvaluateOptions
+
+    cpu = "cpu" in given
+    options = [part for name, values in after.items() for part in (f"--{name}", *values)]
+    if "probe" not in after:
+        options += ["--probe", "lbfgs" if cpu or not torch.cuda.is_available() else "simple"]
+    options += ["--no-cache", *(["--device", "cpu"] if cpu else [])]
+    asked = tyro.cli(EvaluateOptions, args=["run", *options], prog="residua sweep")
+    if asked.probe in ("none", "mae"):
+        raise ValueError(f"--probe {asked.probe}: of diffusion models there are lbfgs, simple and cached")
+    return options
+
+
+def _score(values: list[str], kind: str, given: Mapping[str, list[str]]) -> list[str]:
+    """Options of `residua score`; its network is opened once before anything is trained."""
+    if kind != "diffuse":
+        raise ValueError(f"--score is for diffusion models: {kind} makes no images")
+    from residua.evaluate.extractor import open_extractor
+
+    name, weights = (given.get(f"fid_{what}", [None])[0] for what in ("extractor", "weights"))
+    open_extractor(name or "inception", weights)
+    options = ["--n", str(_count("score", values)), "--fid"]
+    options += [
+        part for flag, value in (("--extractor", name), ("--weights", weights)) if value for part in (flag, value)
+    ]
+    return options + (["--device", "cpu"] if "cpu" in given else [])
+
+
+def _start(own: Mapping[str, list[str] | None]) -> Any:
+    """What runs a plan: this machine, or Ray."""
+    from residua.recipes import cluster
+    from residua.recipes import sweep as engine
+
+    where, jobs = own["on"], own["jobs"]
+    if where is None:
+        for name in ("ray_address", "gpus_per_run"):
+            if own[name] is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is for --on ray; on one GPU, --jobs N runs several at once"
+                )
+        return lambda plan, ended: engine.run(plan, _count("jobs", jobs or ["1"]), ended)
+    if where != ["ray"]:
+        raise ValueError(f"--on {' '.join(where)}: give ray, or leave it out to run here")
+    cluster.open_ray()
+    gpus = None
+    if own["gpus_per_run"] is not None:
+        try:
+            (gpus,) = map(float, own["gpus_per_run"])
+        except ValueError:
+            raise ValueError(f"--gpus-per-run {' '.join(own['gpus_per_run'])}: give one number, such as 0.5") from None
+        cluster.check_gpus(gpus)
+    address = (own["ray_address"] or [None])[0]  # type: ignore[list-item]
+    most = _count("jobs", jobs) if jobs else None
+    return lambda plan, ended: cluster.run_on_ray(plan, address=address, gpus=gpus, jobs=most, on_end=ended)
 
 
 def _count(name: str, values: list[str]) -> int:
@@ -137,17 +290,26 @@ def _count(name: str, values: list[str]) -> int:
     return int(values[0])
 
 
-def _table(found: list[Any]) -> Table:
-    settings = list(dict.fromkeys(key for s in found for key in s.settings))
-    scores = list(dict.fromkeys(s.score for s in found))
-    table = Table(title="mean ± 95 % interval over seeds", title_justify="left")
-    for name in (*settings, "seeds", *scores):
-        table.add_column(name, justify="right")
-    groups: dict[Any, dict[str, Any]] = {}
-    for s in found:
-        groups.setdefault(tuple(s.settings.items()), {})[s.score] = s
-    for group, own in groups.items():
-        cells = [str(own[name]) if name in own else "–" for name in scores]
-        seeds = max(s.seeds for s in own.values())
-        table.add_row(*(dict(group).get(name, "") for name in settings), str(seeds), *cells)
+# ---------------------------------------------------------------- what is printed
+
+
+def _print(found: Sequence[Any], baseline: Mapping[str, str]) -> None:
+    from residua.report.sweep import difference_note, difference_rows, ranking_note, score_rows
+
+    if not found:
+        return
+    console.print(_table("mean ± 95 % interval over seeds", ranking_note(found), *score_rows(found)))
+    differences = difference_rows(found)
+    if differences[1]:
+        console.print(_table(difference_note(baseline), "n: seeds that both have", *differences))
+    elif baseline:
+        note("nothing to compare with the baseline: no finished runs have its settings, seeds and number of images")
+
+
+def _table(title: str, caption: str, header: list[str], rows: Sequence[Sequence[Any]], first: int) -> Table:
+    table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
+    for name in header:
+        table.add_column(name, justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, str) else cell.text for cell in row))
     return table

@@ -6,9 +6,6 @@ import difflib
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from residua.train.config import Pretrain
-from residua.train.diffuse_config import Diffuse
-
 Command = Literal["pretrain", "diffuse"]
 
 PAPER = {
@@ -39,6 +36,9 @@ class Recipe:
     @property
     def config(self) -> Any:
         """Settings of the command: a `Pretrain` or a `Diffuse`."""
+        from residua.train.config import Pretrain
+        from residua.train.diffuse_config import Diffuse
+
         kind = {"pretrain": Pretrain, "diffuse": Diffuse}[self.command]
         return kind().override(**self.settings)
 

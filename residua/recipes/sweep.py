@@ -1,38 +1,35 @@
-"""Many runs of one recipe: a grid over settings and seeds, each run a process of its own, and what they come to.
+"""Many runs of one recipe: a grid over settings and seeds, each run in processes of its own.
 
 OUT/
   sweep.json                     what is swept, and how each run ended
   runs/alpha_min=0.9,seed=1/     a run like any other
   logs/alpha_min=0.9,seed=1.txt  what it printed
-  summary.json, summary.csv      scores by setting: mean and 95 % interval over seeds
+  summary.json, summary.csv      scores by setting, see `residua.recipes.summary`
+
+Nothing here imports torch, so that those who only start runs are light.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
-import math
+import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
-import numpy as np
-from scipy import stats
-
-from residua.evaluate import Report
-from residua.evaluate.report import MODEL
-from residua.report.runs import headline
-from residua.train.checkpoint import write_text
-
+Kind = Literal["pretrain", "diffuse", "finetune"]
+KINDS: tuple[Kind, ...] = ("pretrain", "diffuse", "finetune")
 Status = Literal["waiting", "done", "failed"]
 OnEnd = Callable[["Trial"], None]
+_LOOK = 0.1  # seconds between looks at a run
+_PATIENCE = 0.5  # seconds between looks at a run that another process is busy with
 
 
 @dataclass
@@ -40,20 +37,28 @@ class Trial:
     """One run of a sweep."""
 
     settings: dict[str, str]
-    """What distinguishes it, as typed: `{"alpha_min": "0.9", "seed": "1"}`."""
+    """What distinguishes it, as typed: `{"alpha_min": "0.9", "seed": "1"}`; of lists `{"stages": "2,2,6,2"}`."""
     status: Status = "waiting"
     error: str = ""
     """The last line that a failed run printed."""
 
     @property
     def name(self) -> str:
-        text = ",".join(f"{key}={value}" for key, value in self.settings.items()) or "run"
+        text = ",".join(f"{key}={value.replace(',', '-')}" for key, value in self.settings.items()) or "run"
         return "".join(c if c.isalnum() or c in "=,._-" else "-" for c in text)
 
     @property
     def group(self) -> tuple[tuple[str, str], ...]:
         """Its settings but for the seed: runs of one group are repetitions."""
         return tuple((key, value) for key, value in self.settings.items() if key != "seed")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command of a run, and the file that shows that it need not be run any more."""
+
+    args: list[str]
+    product: Path
 
 
 @dataclass
@@ -63,34 +68,46 @@ class Sweep:
     folder: Path
     fixed: list[str]
     trials: list[Trial] = field(default_factory=list)
+    kind: Kind = "pretrain"
+    """The command that trains."""
+    evaluate: list[str] = field(default_factory=list)
+    """Options of `residua evaluate`, by which diffusion models are probed afterwards."""
+    score: list[str] = field(default_factory=list)
+    """Options of `residua score`, by which their samples are; none: they are not."""
+    lists: list[str] = field(default_factory=list)
+    """Settings of the grid whose values are lists, joined with commas."""
 
     def run_folder(self, trial: Trial) -> Path:
         return self.folder / "runs" / trial.name
 
     def done(self, trial: Trial) -> bool:
-        return (self.run_folder(trial) / "evaluation.json").exists()
+        return all(stage.product.exists() for stage in stages(self, trial))
 
     def save(self) -> None:
-        content = {"fixed": self.fixed, "trials": [asdict(trial) for trial in self.trials]}
-        write_text(self.folder / "sweep.json", json.dumps(content, indent=1) + "\n")
+        content = asdict(self)
+        del content["folder"]
+        part = self.folder / "sweep.json.part"
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(part, self.folder / "sweep.json")
 
 
-def plan(folder: Path, fixed: Sequence[str], grid: Mapping[str, Sequence[str]]) -> Sweep:
+def plan(folder: Path, fixed: Sequence[str], grid: Mapping[str, Sequence[str]], **options: Any) -> Sweep:
     """Every combination of the grid's values; runs that another call finished are done already.
 
-    A folder that holds another sweep is refused; more values or seeds of the same one are welcome.
+    `options` are fields of `Sweep`. A folder that holds another sweep is refused; more values or seeds of the same one
+    are welcome, and so are scores of its samples.
     """
     names = list(grid)
     trials = [Trial(dict(zip(names, values))) for values in itertools.product(*grid.values())]
-    sweep = Sweep(folder, list(fixed), trials)
+    sweep = Sweep(folder, list(fixed), trials, **options)
     known = folder / "sweep.json"
     if known.exists():
-        before = json.loads(known.read_text())
-        if before["fixed"] != sweep.fixed:
-            raise ValueError(
-                f"{folder} holds another sweep, of: {' '.join(before['fixed'])}; this one is of: "
-                f"{' '.join(sweep.fixed)}. Choose another --out"
-            )
+        before = {"kind": "pretrain", "evaluate": [], "score": []} | json.loads(known.read_text())
+        sweep.score = sweep.score or before["score"]
+        then, now = _of(before), _of(asdict(sweep))
+        if then != now and then != [*now[:-1], []]:
+            old, new = ("; ".join(" ".join(part) for part in side if part) for side in (then, now))
+            raise ValueError(f"{folder} holds another sweep, of: {old}. This one is of: {new}. Choose another --out")
         mine = {trial.name for trial in trials}
         sweep.trials += [t for row in before["trials"] if (t := Trial(**row)).name not in mine]
     for trial in sweep.trials:
@@ -101,12 +118,26 @@ def plan(folder: Path, fixed: Sequence[str], grid: Mapping[str, Sequence[str]]) 
     return sweep
 
 
-def command(sweep: Sweep, trial: Trial) -> list[str]:
-    """What a terminal would run for one trial; a run that was begun is continued."""
-    flags = [part for key, value in trial.settings.items() for part in (f"--{key.replace('_', '-')}", value)]
+def _of(content: Mapping[str, Any]) -> list[list[str]]:
+    """What a sweep is of, beside its grid."""
+    return [[content["kind"], *content["fixed"]], content["evaluate"], content["score"]]
+
+
+def stages(sweep: Sweep, trial: Trial) -> list[Stage]:
+    """The commands of one run, as typed after `residua`; a run that was begun is continued."""
+    flags: list[str] = []
+    for key, value in trial.settings.items():
+        flags += [f"--{key.replace('_', '-')}", *(value.split(",") if key in sweep.lists else [value])]
     run = sweep.run_folder(trial)
     begun = ["--resume"] if (run / "config.yaml").exists() else []
-    return [sys.executable, "-m", "residua.cli", "pretrain", *sweep.fixed, *flags, "--out", str(run), *begun]
+    tested = run / ("finetune.json" if sweep.kind == "finetune" else "evaluation.json")
+    found = [Stage([sweep.kind, *sweep.fixed, *flags, "--out", str(run), *begun], tested)]
+    if sweep.kind == "diffuse":
+        found.append(Stage(["evaluate", str(run), *sweep.evaluate], tested))
+        if sweep.score:
+            scored = run / "score.json"
+            found.append(Stage(["score", str(run), *sweep.score, "--out", str(scored)], scored))
+    return found
 
 
 def run(sweep: Sweep, jobs: int = 1, on_end: OnEnd = lambda trial: None) -> None:
@@ -118,20 +149,9 @@ def run(sweep: Sweep, jobs: int = 1, on_end: OnEnd = lambda trial: None) -> None
     stopped = threading.Event()
 
     def one(trial: Trial) -> None:
-        if stopped.is_set():
-            return
-        log = sweep.folder / "logs" / f"{trial.name}.txt"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as file:
-            process = subprocess.Popen(command(sweep, trial), stdout=file, stderr=subprocess.STDOUT)
-            with lock:
-                running.add(process)
-            status = process.wait()
+        error = carry_out(sweep, trial, started=running.add, stopped=stopped.is_set)
         with lock:
-            running.discard(process)
-            trial.status = "done" if status == 0 and sweep.done(trial) else "failed"
-            trial.error = "" if trial.status == "done" else _last_line(log)
-            sweep.save()
+            note_end(sweep, trial, error)
         if not stopped.is_set():
             on_end(trial)
 
@@ -144,85 +164,76 @@ def run(sweep: Sweep, jobs: int = 1, on_end: OnEnd = lambda trial: None) -> None
         except BaseException:
             stopped.set()
             for process in list(running):
-                process.terminate()
+                process.terminate()  # nothing for one that has ended
             raise
+
+
+def note_end(sweep: Sweep, trial: Trial, error: str) -> None:
+    """Write down how a run ended."""
+    trial.status, trial.error = ("failed", error) if error else ("done", "")
+    sweep.save()
+
+
+def carry_out(
+    sweep: Sweep,
+    trial: Trial,
+    *,
+    started: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+    stopped: Callable[[], bool] = lambda: False,
+    cwd: str | None = None,
+) -> str:
+    """Run the commands that a trial still needs, one after another; returns what went wrong, or nothing.
+
+    Where a process of an earlier call is still busy with it, that one is waited for.
+    """
+    log = sweep.folder / "logs" / f"{trial.name}.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        while not stopped() and not _hold(file):
+            time.sleep(_PATIENCE)
+        for stage in stages(sweep, trial):
+            if stopped():
+                return "stopped"
+            if stage.product.exists():
+                continue
+            command = [*program(), *stage.args]
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=cwd
+            )
+            started(process)
+            try:
+                while (status := process.poll()) is None:
+                    time.sleep(_LOOK)  # where Ray's interrupts arrive, as they would not in a wait
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
+            if status:
+                killed = f"killed by signal {-status}; it printed last: " if status < 0 else ""
+                return killed + _last_line(log)
+    return "" if sweep.done(trial) else f"nothing was measured; it printed last: {_last_line(log)}"
+
+
+def program() -> list[str]:
+    """`residua`, as this interpreter runs it."""
+    return [sys.executable, "-m", "residua.cli"]
+
+
+def _hold(log: IO[bytes]) -> bool:
+    """Lock a run by its log, which a run's process holds open as long as it lives; False where another one has it."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return True
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it printed nothing"
-
-
-# ---------------------------------------------------------------- what they come to
-
-
-@dataclass(frozen=True)
-class Summary:
-    """One score of one group of runs that differ in nothing but the seed."""
-
-    settings: dict[str, str]
-    score: str
-    unit: str
-    mean: float
-    ci95: float
-    """Half width of the 95 % interval of the mean over seeds (Student's t); NaN for one seed."""
-    values: tuple[float, ...]
-
-    @property
-    def seeds(self) -> int:
-        return len(self.values)
-
-    def __str__(self) -> str:
-        digits = 2 if self.unit == "nats" else 1
-        spread = "" if math.isnan(self.ci95) else f" ± {self.ci95:.{digits}f}"
-        return f"{self.mean:.{digits}f}{spread}"
-
-
-def summarise(sweep: Sweep) -> list[Summary]:
-    """Mean and interval over seeds, of every score that all finished runs of a group have.
-
-    As quoted everywhere: of the last block, for the probe of the one it chose on held-out images.
-    """
-    groups: dict[tuple[tuple[str, str], ...], list[Report]] = {}
-    for trial in sweep.trials:
-        if sweep.done(trial):
-            content = json.loads((sweep.run_folder(trial) / "evaluation.json").read_text())
-            groups.setdefault(trial.group, []).append(Report.from_dict(content))
-    found = []
-    for group, reports in groups.items():
-        quoted = [headline(report) for report in reports]
-        for score in quoted[0]:
-            own = [q[score][MODEL] for q in quoted if MODEL in q.get(score, {})]
-            if len(own) == len(reports):
-                values = tuple(s.value for s in own)
-                found.append(Summary(dict(group), score, own[0].unit, *mean_and_interval(values), values))
-    return found
-
-
-def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half width of its 95 % interval by Student's t; NaN for a single value."""
-    n = len(values)
-    if n < 2:
-        return float(np.mean(values)), math.nan
-    return float(np.mean(values)), float(stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
-
-
-def write_summary(sweep: Sweep, found: Sequence[Summary]) -> Path:
-    """summary.json and summary.csv in the sweep's folder."""
-    rows: list[dict[str, Any]] = [
-        {**s.settings, "score": s.score, "unit": s.unit, "mean": s.mean, "ci95": _or_none(s.ci95), "seeds": s.seeds,
-         "values": list(s.values)}
-        for s in found
-    ]  # fmt: skip
-    write_text(sweep.folder / "summary.json", json.dumps(rows, indent=1) + "\n")
-    text = io.StringIO()
-    names = list(dict.fromkeys(key for row in rows for key in row if key != "values"))
-    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(sweep.folder / "summary.csv", text.getvalue())
-    return sweep.folder / "summary.csv"
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
+    return lines[-1][:300] if lines else "nothing"

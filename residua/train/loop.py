@@ -307,8 +307,7 @@ class Loop:
         if not self.accelerator.is_main_process:
             return
         if self.run is not None:
-            line = json.dumps(record) + "\n"
-            ckpt.guard_writes(lambda: _append(self.run / "metrics.jsonl", line), self.run)  # type: ignore[operator]
+            append_metrics(self.run, record)
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
         self.accelerator.log(numbers, step=record["step"])
         self.hooks.on_record(record)
@@ -349,6 +348,12 @@ class Loop:
             for left in (self.run / "checkpoints").glob(".unfinished-*"):
                 shutil.rmtree(left, ignore_errors=True)
         return self.step
+
+
+def append_metrics(run: Path, record: Record) -> None:
+    """One more line of a run's metrics.jsonl."""
+    line = json.dumps(record) + "\n"
+    ckpt.guard_writes(lambda: _append(run / "metrics.jsonl", line), run)
 
 
 def _append(path: Path, line: str) -> None:

@@ -1,50 +1,40 @@
-"""Sweeps: the grid, what is run again, what a failure costs, and what the numbers come to."""
+"""Sweeps: the grid, what is run again, what a failure or a kill costs, and the command from grid to page."""
 
 import json
-import math
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from scipy import stats
+import torch
+from safetensors.torch import load_file
 
 from residua import cli
-from residua.evaluate import Report, Score
+from residua.cli.sweep import _split
 from residua.recipes import sweep
-from residua.recipes.sweep import Sweep, Trial, mean_and_interval, plan, run, summarise, write_summary
+from residua.recipes.summary import summarise
+from residua.recipes.sweep import Sweep, Trial, plan, run
+from residua.train.loop import read_metrics
 
 TINY = """
 --data shapes?n=48&size=16&test=16 --size nano --depth 2 --embed-dim 32 --num-heads 2 --decoder-embed-dim 32
 --decoder-depth 1 --patch-size 4 --batch-size 16 --steps 4 --cpu
 """.split()  # noqa: SIM905
-
-
-def evaluation(value: float) -> str:
-    report = Report("shapes", "tokens", [1], (16, 16), 10, 10, "test split", 0)
-    report.scores.append(Score("kNN", "model", 1, value, "%", {"k": 20, "T": 0.07}))
-    report.scores.append(Score("entropy rank", "model", 1, value / 10, "nats", {"n": 10, "of": "test"}))
-    return report.to_json()
-
-
-@pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Runs that only write a score: 10 x alpha_min + seed; alpha 0 fails. Returns the names of those begun."""
-    begun: list[str] = []
-
-    def command(plan: Sweep, trial: Trial) -> list[str]:
-        begun.append(trial.name)
-        alpha, seed = float(trial.settings["alpha_min"]), int(trial.settings.get("seed", 0))
-        folder = plan.run_folder(trial)
-        fail = "sys.exit('error: no shortcut left')" if alpha == 0 else ""
-        write = (
-            f"import sys, pathlib; print('working'); {fail};"
-            f"d = pathlib.Path({str(folder)!r}); d.mkdir(parents=True);"
-            f"(d / 'evaluation.json').write_text({evaluation(10 * alpha + seed)!r})"
-        ).replace("; ;", ";")
-        return [sys.executable, "-c", write]
-
-    monkeypatch.setattr(sweep, "command", command)
-    return begun
+CLASSIFIER = """
+resmlp --depth 2 --width 8 --data shapes?n=48&size=16&test=16 --batch-size 16 --cpu --trackers
+""".split()  # noqa: SIM905
+UVIT = """
+uvit-shapes --data shapes?n=48&size=16&test=16 --depth 2 --embed-dim 32 --num-heads 2 --batch-size 16 --steps 4
+--sample-every 0 --trackers --cpu
+""".split()  # noqa: SIM905
+START = """
+import pathlib, sys
+from residua.recipes.sweep import plan, run
+run(plan(pathlib.Path(sys.argv[1]), sys.argv[2:], {"seed": ["0", "1"]}, kind="finetune"))
+"""
 
 
 def test_the_grid_is_every_combination_with_names_to_find_them_by(tmp_path: Path) -> None:
@@ -52,14 +42,30 @@ def test_the_grid_is_every_combination_with_names_to_find_them_by(tmp_path: Path
     assert len(found.trials) == 6
     assert found.trials[4].name == "alpha_min=0.9,seed=1"
     assert found.trials[4].group == (("alpha_min", "0.9"),)
-    flags = sweep.command(found, found.trials[4])
-    assert flags[3:] == [
+    (stage,) = sweep.stages(found, found.trials[4])
+    assert stage.args == [
         "pretrain", "recipe", "--alpha-min", "0.9", "--seed", "1", "--out", str(tmp_path / "runs/alpha_min=0.9,seed=1"),
     ]  # fmt: skip
     assert Trial({"data": "folder:/a b/c"}).name == "data=folder--a-b-c"
 
 
-def test_a_failure_is_listed_and_costs_the_others_nothing(tmp_path: Path, pretend: list[str]) -> None:
+def test_each_kind_has_its_commands(tmp_path: Path) -> None:
+    trial = Trial({"stages": "2,2,6,2", "data": "folder:a,b"})
+    stages = sweep.stages(Sweep(tmp_path, ["resnet18"], kind="finetune", lists=["stages"]), trial)
+    assert [s.args[:9] for s in stages] == [
+        ["finetune", "resnet18", "--stages", "2", "2", "6", "2", "--data", "folder:a,b"]
+    ]
+    assert stages[0].product == tmp_path / "runs/stages=2-2-6-2,data=folder-a-b/finetune.json"
+    diffuse = Sweep(tmp_path, ["uvit-shapes"], kind="diffuse", evaluate=["--times", "0.1"], score=["--n", "8"])
+    folder = str(diffuse.run_folder(Trial({"seed": "0"})))
+    assert [s.args for s in sweep.stages(diffuse, Trial({"seed": "0"}))] == [
+        ["diffuse", "uvit-shapes", "--seed", "0", "--out", folder],
+        ["evaluate", folder, "--times", "0.1"],
+        ["score", folder, "--n", "8", "--out", f"{folder}/score.json"],
+    ]
+
+
+def test_a_failure_is_listed_and_costs_the_others_nothing(tmp_path: Path, pretend) -> None:
     ended: list[str] = []
     found = plan(tmp_path, [], {"alpha_min": ["1.0", "0", "0.8"]})
     run(found, jobs=2, on_end=lambda trial: ended.append(trial.name))
@@ -70,16 +76,31 @@ def test_a_failure_is_listed_and_costs_the_others_nothing(tmp_path: Path, preten
     assert {s.settings["alpha_min"] for s in summarise(found)} == {"1.0", "0.8"}
 
 
-def test_what_is_done_is_not_done_again_and_a_sweep_can_grow(tmp_path: Path, pretend: list[str]) -> None:
+def test_what_is_done_is_not_done_again_and_a_sweep_can_grow(tmp_path: Path, pretend) -> None:
     run(plan(tmp_path, ["r"], {"alpha_min": ["1.0"], "seed": ["0"]}))
     run(plan(tmp_path, ["r"], {"alpha_min": ["1.0"], "seed": ["0"]}))
-    assert pretend == ["alpha_min=1.0,seed=0"]
+    assert pretend.names == ["alpha_min=1.0,seed=0"]
     grown = plan(tmp_path, ["r"], {"alpha_min": ["0.9"], "seed": ["0", "1"]})
     run(grown)
-    assert pretend[1:] == ["alpha_min=0.9,seed=0", "alpha_min=0.9,seed=1"]
+    assert pretend.names[1:] == ["alpha_min=0.9,seed=0", "alpha_min=0.9,seed=1"]
     assert len(summarise(grown)) == 4  # two scores of two settings: the earlier run still counts
+    for other in ({"fixed": ["other"]}, {"kind": "finetune"}, {"evaluate": ["--k", "5"]}):
+        with pytest.raises(ValueError, match="holds another sweep"):
+            plan(tmp_path, **{"fixed": ["r"], "grid": {"alpha_min": ["1.0"]}} | other)
+
+
+def test_scores_of_samples_can_be_added_later(tmp_path: Path) -> None:
+    first = plan(tmp_path, [], {"seed": ["0"]}, kind="diffuse")
+    folder = first.run_folder(first.trials[0])
+    folder.mkdir(parents=True)
+    (folder / "evaluation.json").write_text("{}")
+    assert plan(tmp_path, [], {"seed": ["0"]}, kind="diffuse").trials[0].status == "done"
+    more = plan(tmp_path, [], {"seed": ["0"]}, kind="diffuse", score=["--n", "8"])
+    assert more.trials[0].status == "waiting"
+    assert [s.args[0] for s in sweep.stages(more, more.trials[0]) if not s.product.exists()] == ["score"]
+    assert plan(tmp_path, [], {"seed": ["0"]}, kind="diffuse").score == ["--n", "8"]
     with pytest.raises(ValueError, match="holds another sweep"):
-        plan(tmp_path, ["other"], {"alpha_min": ["1.0"]})
+        plan(tmp_path, [], {"seed": ["0"]}, kind="diffuse", score=["--n", "9"])
 
 
 def test_a_run_that_was_begun_is_continued(tmp_path: Path) -> None:
@@ -87,40 +108,96 @@ def test_a_run_that_was_begun_is_continued(tmp_path: Path) -> None:
     folder = found.run_folder(found.trials[0])
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("{}")
-    assert sweep.command(found, found.trials[0])[-1] == "--resume"
+    assert sweep.stages(found, found.trials[0])[0].args[-1] == "--resume"
 
 
-def test_mean_and_interval_over_seeds(tmp_path: Path, pretend: list[str]) -> None:
-    found = plan(tmp_path, [], {"alpha_min": ["1.0", "0.5"], "seed": ["0", "1", "2"]})
-    run(found, jobs=3)
-    summaries = {(s.settings["alpha_min"], s.score): s for s in summarise(found)}
-    knn = summaries["0.5", "kNN (k 20, T 0.07)"]
-    assert knn.values == (5.0, 6.0, 7.0)
-    assert knn.mean == 6.0
-    low, high = stats.t.interval(0.95, 2, loc=6.0, scale=stats.sem(knn.values))
-    assert (knn.mean - knn.ci95, knn.mean + knn.ci95) == pytest.approx((low, high))
-    assert str(knn) == "6.0 ± 2.5"
-    assert math.isnan(mean_and_interval([3.0])[1])
-    write_summary(found, list(summaries.values()))
-    header, *rows = (tmp_path / "summary.csv").read_text().splitlines()
-    assert header == "alpha_min,score,unit,mean,ci95,seeds"
-    assert len(rows) == 4
-    assert json.loads((tmp_path / "summary.json").read_text())[0]["values"] == [10.0, 11.0, 12.0]
+def test_a_run_that_is_still_going_is_waited_for(tmp_path: Path, pretend) -> None:
+    found = plan(tmp_path, [], {"alpha_min": ["1.0"]})
+    log, target = tmp_path / "logs" / "alpha_min=1.0.txt", found.run_folder(found.trials[0]) / "evaluation.json"
+    log.parent.mkdir()
+    target.parent.mkdir(parents=True)
+    with log.open("ab") as file:
+        sweep._hold(file)
+        left = subprocess.Popen(
+            ["sh", "-c", f"sleep 1; echo '{{}}' > '{target}'"], stdout=file
+        )  # an orphan, as it were
+    run(found)
+    left.wait()
+    assert found.trials[0].status == "done"
+    assert pretend.names == []
+
+
+def test_a_sweep_killed_half_way_continues_and_agrees_with_one_that_was_not(tmp_path: Path) -> None:
+    fixed = [*CLASSIFIER, "--steps", "90", "--checkpoint-every", "10", "--eval-every", "10"]
+    out = tmp_path / "killed"
+    args = ["sweep", "finetune", *fixed, "--seeds", "2", "--out", str(out)]
+    going = subprocess.Popen([sys.executable, "-c", START, str(out), *fixed], start_new_session=True)
+    try:
+        _wait(lambda: list((out / "runs" / "seed=1" / "checkpoints").glob("step-*")))
+    finally:
+        os.killpg(going.pid, signal.SIGKILL)
+        going.wait()
+    first, second = out / "runs" / "seed=0", out / "runs" / "seed=1"
+    assert not (second / "finetune.json").exists(), "it was to be killed before the end"
+    before = (first / "finetune.json").stat().st_mtime_ns
+    assert cli.main(args) == 0
+    assert (first / "finetune.json").stat().st_mtime_ns == before
+    assert {t["status"] for t in json.loads((out / "sweep.json").read_text())["trials"]} == {"done"}
+
+    other = plan(tmp_path / "whole", fixed, {"seed": ["1"]}, kind="finetune")
+    run(other)
+    whole = other.run_folder(other.trials[0])
+    mine, theirs = (load_file(max(p.glob("checkpoints/step-*")) / "model.safetensors") for p in (second, whole))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    losses = [[(r["step"], r["loss"]) for r in read_metrics(p)] for p in (second, whole)]
+    assert losses[0] == losses[1]
+    page = (out / "sweep.html").read_text()
+    assert "top-5 accuracy" in page
+    assert "cross entropy: mean over seeds, band" in page
+
+
+def _wait(ready, seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
 
 
 def test_the_command_from_grid_to_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "sweep"
-    args = ["sweep", *TINY, "--alpha-min", "1.0", "0.8", "--jobs", "2", "--out", str(out), "--eval-every", "1"]
+    args = ["sweep", *TINY, "--seeds", "1", "--out", str(out), "--eval-every", "1"]
     assert cli.main(args) == 0
     printed = capsys.readouterr().out
-    assert "2 runs" in printed
-    assert "linear probe" in printed
+    assert "1 runs" in printed
+    assert "linear" in printed
     page = (out / "sweep.html").read_text()
     assert "Along training" in page
-    assert "alpha_min 0.8" in page
-    assert (out / "runs" / "alpha_min=0.8" / "report.html").exists()
+    assert "linear probe: mean over seeds, band" in page
+    assert (out / "runs" / "seed=0" / "report.html").exists()
     assert cli.main(args) == 0
-    assert "2 of them finished before" in capsys.readouterr().out
+    assert "1 of them finished before" in capsys.readouterr().out
+
+
+def test_the_command_compares_with_a_baseline(tmp_path: Path, pretend, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["sweep", "--alpha-min", "1.0", "0.5", "--seeds", "3", "--jobs", "3", "--baseline", "alpha-min=1"]
+    assert cli.main([*args, "--out", str(tmp_path / "sweep")]) == 0
+    printed = capsys.readouterr().out
+    assert "difference to alpha_min 1.0" in printed
+    assert "-3.0 ± 6.6" in " ".join(printed.split())
+    page = (tmp_path / "sweep" / "sweep.html").read_text()
+    assert "Against the baseline" in page
+    assert "-3.0 ± 6.6" in page
+
+
+def test_a_diffusion_model_is_trained_and_probed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "sweep"
+    assert cli.main(["sweep", *UVIT, "--seeds", "1", "--times", "0.1", "0.4", "--k", "5", "--out", str(out)]) == 0
+    rows = json.loads((out / "summary.json").read_text())
+    assert {"linear probe (lbfgs)", "kNN (k 5, T 0.07)", "training loss"} <= {row["score"] for row in rows}
+    assert {row["images"] for row in rows} == {64}
+    assert not (out / "runs" / "seed=0" / "features").exists()  # gigabytes, where there are many runs
+    assert "loss: mean over seeds" in (out / "sweep.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -132,18 +209,41 @@ def test_the_command_from_grid_to_page(tmp_path: Path, capsys: pytest.CaptureFix
         (["--seeds", "2", "--seed", "1", "2"], "not both"),
         (["mae-shapes", "oops", "--seeds", "2"], "belongs to no setting"),
         (["--seeds", "2", "--resume"], "not for sweeps"),
+        (["--seeds", "2", "--no-evaluate"], "not for sweeps"),
         (["mae-shape", "--seeds", "2"], "did you mean mae-shapes"),
         (["nowhere.yaml", "--seeds", "2"], "no settings file"),
+        (["diffuse", "mae-shapes", "--seeds", "2"], "recipe of another command"),
+        (["finetune", "--seeds", "2"], "say what to train"),
+        (["finetune", "resnet1", "--seeds", "2"], "none of the networks"),
+        (["finetune", "resnet18", "--stages", "2,2,2,2", "2", "--seeds", "2"], "join each list with commas"),
+        (["resnet18", "--seeds", "2"], "residua sweep finetune resnet18"),
+        (["finetune", "resnet18", "--times", "0.1", "--seeds", "2"], "no setting of finetune named 'times'"),
+        (["--seeds", "2", "--score", "10"], "--score is for diffusion models"),
+        (["uvit-shapes", "--seeds", "2", "--score", "10", "--fid-extractor", "nowhere"], "no extractor 'nowhere'"),
+        (["uvit-shapes", "--seeds", "2", "--probe", "mae"], "lbfgs, simple and cached"),
+        (["--alpha-min", "1.0", "0.9", "--baseline", "lr=1"], "none of the settings that are swept: alpha_min=1.0"),
+        (["--seeds", "2", "--gpus-per-run", "0.5"], "--jobs N runs several at once"),
+        (["--seeds", "2", "--on", "slurm"], "give ray"),
     ],
 )
 def test_wrong_inputs(args: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["sweep", *args, "--out", str(tmp_path / "x")]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "x").exists()
 
 
-def test_settings_that_are_pairs_are_shared(tmp_path: Path) -> None:
-    from residua.cli.sweep import _split
-
+def test_settings_that_are_lists_are_shared_or_swept_with_commas() -> None:
     fixed, grid = _split({"scale": ["0.2", "1.0"], "alpha_min": ["1.0", "0.9"], "no_flip": [], "lr": ["1e-3"]})
     assert fixed == ["--scale", "0.2", "1.0", "--no-flip", "--lr", "1e-3"]
     assert grid == {"alpha_min": ["1.0", "0.9"]}
+    fixed, grid = _split({"stages": ["2,2,2,2", "2,2,6,2"], "betas": ["0.9,0.99"]}, "finetune")
+    assert fixed == ["--betas", "0.9", "0.99"]
+    assert grid == {"stages": ["2,2,2,2", "2,2,6,2"]}
+
+
+def test_a_settings_file_says_what_it_is_of(tmp_path: Path) -> None:
+    from residua.cli.sweep import _kind_of
+
+    for kind, text in (("pretrain", "mask_ratio: 0.5"), ("diffuse", "process: vp"), ("finetune", "mixup: 0.1")):
+        (tmp_path / "own.yaml").write_text(text)
+        assert _kind_of(str(tmp_path / "own.yaml")) == kind

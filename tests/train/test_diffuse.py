@@ -316,7 +316,7 @@ def test_the_command_trains_shows_samples_and_measures(
     assert "U-ViT-nano" in said
     assert f"residua sample {run}" in said
     measured = {r["step"]: r["eval/fid"] for r in read_metrics(run) if "eval/fid" in r}
-    assert list(measured) == [4, 8]
+    assert list(measured) == [4, 8, 12]
     assert all(value > 0 for value in measured.values())
     assert "fid " in said
     assert len(list((run / "samples").iterdir())) == 6

@@ -1,0 +1,34 @@
+"""A sweep on a Ray of this machine alone."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from residua import cli
+
+
+def test_without_ray_it_says_how_to_get_it(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.main(["sweep", "--seeds", "2", "--on", "ray", "--out", str(tmp_path / "x")]) == 2
+    assert "pip install 'residua[ray]'" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_failing_run_on_ray_costs_the_others_nothing(tmp_path: Path, capsys) -> None:
+    ray = pytest.importorskip("ray")
+    args = ["sweep", "finetune", "resmlp", "--depth", "2", "--width", "8", "--data", "shapes?n=48&size=16&test=16"]
+    args += ["--batch-size", "16", "--steps", "2", "--cpu", "--trackers", "--alpha-min", "7", "0.8", "--on", "ray"]
+    ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        assert cli.main([*args, "--gpus-per-run", "2", "--out", str(tmp_path)]) == 2
+        assert "the cluster has 1" in " ".join(capsys.readouterr().err.split())
+        assert cli.main([*args, "--gpus-per-run", "0.5", "--jobs", "1", "--out", str(tmp_path)]) == 2
+    finally:
+        ray.shutdown()
+    printed = capsys.readouterr()
+    assert "1 of 2 runs failed: alpha_min=7" in " ".join(printed.err.split())
+    bad, good = json.loads((tmp_path / "sweep.json").read_text())["trials"]
+    assert (good["status"], bad["status"]) == ("done", "failed")
+    assert "alpha_min is 7.0" in bad["error"]
+    assert "accuracy" in (tmp_path / "sweep.html").read_text()
