@@ -40,7 +40,7 @@ class ShortcutConfig:
 
     alpha_min: float | Auto = "auto"
     """Strength of the last shortcut, in [0, 1]; 1 = ordinary residuals; auto, for autoencoders with a U-shaped decoder
-    and for diffusion models: 1 in runs up to 7,500 steps, then 0.1 less with every doubling (docs/choosing-alpha.md)."""
+    and for diffusion models: 1 up to 7,500 steps, then 0.1 less with every doubling (docs/choosing-alpha.md)."""
     alpha_eff: float | None = None
     """Product of all alphas, instead of alpha_min: what transfers between depths."""
     schedule: Schedule = "linear"
