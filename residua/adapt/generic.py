@@ -70,6 +70,8 @@ class Call:
 def find_generic(model: nn.Module, example: Any = None, known: Sequence[Found] = ()) -> list[Found]:
     """Name, block and kind of every block that is residual as a whole, in the order of their calls, `known` ones among
     them; ValueError says why there are none, or which block is in the way."""
+    if not list(model.children()):
+        raise ValueError(f"{type(model).__name__}: no residual blocks found: it has no modules inside")
     return Finder(model, example, known).find()
 
 

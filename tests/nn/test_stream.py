@@ -110,6 +110,9 @@ def test_learned_shortcuts_do_not_turn_into_fixed_ones(vit: ViT) -> None:
 
 
 def test_what_is_no_residual_network_is_refused() -> None:
-    for call in (residua.stream, residua.fade, residua.unfade):
+    for call in (residua.nn.stream, residua.nn.fade, residua.nn.unfade):  # those of our own networks
         with pytest.raises(TypeError, match="Linear does not describe its residual steps"):
+            call(nn.Linear(3, 3))
+    for call in (residua.stream, residua.fade):  # those of any
+        with pytest.raises(ValueError, match="Linear: no residual blocks found"):
             call(nn.Linear(3, 3))
