@@ -63,7 +63,7 @@ class TimmViT(ViT):
         if zero_init:
             for at in self.located:
                 for branch in ("attn", "mlp"):
-                    nn.init.zeros_(_last_linear(getattr(at.block, branch)).weight)
+                    nn.init.zeros_(last_linear(getattr(at.block, branch)).weight)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class TimmViT(ViT):
             prefix = torch.cat([getattr(self, name) for name in self.tokens], dim=1)
             if not self.no_embed_class:
                 prefix = prefix + self.pos_embed[:, : self.num_prefix_tokens]
-            x = torch.cat([prefix.expand(len(x), -1, -1), x], dim=1)
+            x = torch.cat([prefix.expand(x.shape[0], -1, -1), x], dim=1)
         x = self.norm_pre(x)
         return x.to(stream_dtype(x))
 
@@ -131,7 +131,8 @@ def check(vit: Any, name: str) -> None:
         raise ValueError(f"{name} cannot be the encoder of a masked autoencoder: {reason}")
 
 
-def _last_linear(branch: nn.Module) -> nn.Linear:
+def last_linear(branch: nn.Module) -> nn.Linear:
+    """Of attention or an MLP: the layer that writes into the stream."""
     return [module for module in branch.modules() if isinstance(module, nn.Linear)][-1]
 
 

@@ -92,6 +92,8 @@ class Foreign(nn.Module):
 def preprocessing_of(model: nn.Module) -> Preprocessing:
     """What a foreign model was given, by `open_model` or by hand."""
     own: Any = getattr(model, "preprocessing", None)
+    if own is None and hasattr(getattr(model, "config", None), "vocab_size"):
+        raise ValueError(f"{type(model).__name__} reads text: what is measured here are layers of models of images")
     if own is None:
         raise ValueError(
             f"{type(model).__name__} does not say what images it takes: set model.preprocessing, a "

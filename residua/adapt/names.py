@@ -88,7 +88,8 @@ def _published(name: str, make: Callable[[], Any]) -> Any:
         first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
             f"{name}: its published weights cannot be had here ({first[:200]}). Give a local file (--weights FILE, in "
-            "Python weights=...), or ask for random weights (--weights random, in Python pretrained=False)"
+            "Python weights=...; of an encoder --encoder-weights FILE) or ask for random weights (--weights random, in "
+            "Python pretrained=False)"
         ) from error
 
 
@@ -269,7 +270,8 @@ def read_weights(file: Path) -> dict[str, Tensor]:
             return load_file(file)
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ValueError(f"{file} cannot be read as weights: {error}") from error
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(f"{file} cannot be read as weights, neither of safetensors nor of PyTorch ({why})") from error
     for key in ("state_dict", "model", "model_state_dict", "teacher"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]

@@ -73,14 +73,21 @@ def img_size(given: tuple[int, ...]) -> tuple[int, int] | None:
 def open_any(model: str, weights: str | None = None, size: tuple[int, int] | None = None) -> Any:
     """A run's model, or one of another library by name."""
     import residua
-    from residua.adapt import is_name, open_model
+    from residua.adapt import encoder_of, is_name, open_model
+    from residua.adapt.foreign import preprocessing_of
 
     if not is_name(model) or size is None:
         return residua.load(model, weights=weights)
-    if model.startswith("timm:"):  # whose transformers are built for one size
-        return open_model(model, weights, img_size=size)
-    found: Any = open_model(model, weights)
-    found.preprocessing = replace(found.preprocessing, img_size=size)
+    options: dict[str, Any] = (
+        {"img_size": size} if model.startswith("timm:") else {}
+    )  # whose transformers are built for one size
+    found: Any = open_model(model, weights, **options)
+    pre = preprocessing_of(found)
+    found.preprocessing = replace(pre, img_size=size)
+    try:
+        encoder_of(found).widths()
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"{model} does not run on images of {size[0]} x {size[1]}: {error}") from error
     return found
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def finetune(args: list[str]) -> None:
-    """Train a classifier end to end: `residua finetune RUN|CHECKPOINT|NETWORK|SETTINGS.yaml [options]`."""
+    """Train a classifier end to end: `residua finetune RUN|CHECKPOINT|timm:NAME|NETWORK|SETTINGS.yaml [options]`."""
     from residua.data import load
     from residua.evaluate.finetune import labelled, train_and_test
     from residua.train import Finetune, Hooks
@@ -27,7 +27,7 @@ def finetune(args: list[str]) -> None:
         is_file = given.endswith((".yaml", ".yml")) and Path(given).expanduser().is_file()
         default = Finetune.read(Path(given).expanduser()) if is_file else default.override(model=given)
     config = tyro.cli(
-        Finetune, args=args, default=default, prog="residua finetune RUN|CHECKPOINT|NETWORK|SETTINGS.yaml",
+        Finetune, args=args, default=default, prog="residua finetune RUN|CHECKPOINT|timm:NAME|NETWORK|SETTINGS.yaml",
         config=(OmitArgPrefixes,),
         description="Train an encoder with a new head end to end on labelled images, or a network from scratch, and "
         "test it. Every setting left at 'auto' is chosen from the network, the images and the machine, and printed.",

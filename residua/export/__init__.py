@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from residua.adapt import is_name, is_own
 from residua.data.errors import did_you_mean
 from residua.export import graph, hub, plain, stock
 from residua.export.clean import LIMIT, Checked, Export, check, real_images, relative
@@ -40,8 +41,8 @@ def to_safetensors(model: nn.Module, out: Path, images: Tensor, where: str) -> E
         for name, value in model.state_dict().items()
     }
     prelude = ""
-    if isinstance(model, MAE | ViT):
-        encoder = model.encoder if isinstance(model, MAE) else model
+    encoder = model.encoder if isinstance(model, MAE) else model
+    if isinstance(encoder, ViT) and stock.is_plain(encoder):
         prelude = inspect.getsource(plain)
         call = f"tokens(state, images, {encoder.num_heads}, {encoder.norm_eps}, {encoder.shortcut.decay.branch_scale})"
         wanted["tokens"] = (call, encoder(images))
@@ -105,6 +106,9 @@ def export(
     if to != "hub" and to not in TARGETS:
         raise ExportError(f"no target {to!r}; {did_you_mean(to, [*TARGETS, 'hub'])}")
     _installed(to)
+    if is_name(model) or (isinstance(model, nn.Module) and not is_own(model)):
+        what = model if isinstance(model, str) else f"a {type(model).__name__}"
+        raise ExportError(f"{what} is its own library's model already: what was trained here is exported")
     run = None if isinstance(model, nn.Module) else Path(model).expanduser()
     place = Path(out).expanduser() if out else default_out(run, to)
     if place.exists() and (not place.is_dir() or any(place.iterdir())) and not overwrite:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -124,8 +125,9 @@ def check(export: Export, limit: float = LIMIT) -> Checked:
             env=os.environ | settings, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
-            tail = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-            raise ExportError(f"the export does not load in a process of its own: {tail[0]}")
+            lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Argument|Graph|Fail)\b", line)]
+            raise ExportError(f"the export does not load in a process of its own: {(named or lines)[-1]}")
         found = dict(np.load(job["found"]))
     differences = {
         name: {size: relative(ours[:size], torch.from_numpy(found[f"{name}/{size}"])) for size in export.batches}

@@ -7,13 +7,17 @@ eps, which would have to be `eps / c_k^2`. Where it starts with a convolution, `
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from residua.adapt.block import computed_by
+from residua.adapt.encoder import TimmViT, last_linear
 from residua.nn import ResNet, ViT
+from residua.nn.shortcut import Decay, Shortcuts
 
 SMALLEST = 1e-12  # of alpha_eff: below it, squares of the folded stream leave the range of float32
 
@@ -32,6 +36,8 @@ class Folded:
     """The one LayerNorm eps that comes closest; of a ResNet that of its batch norms."""
     exact: tuple[float, ...]
     """The eps with which each LayerNorm, one a step and then the final one, would make the two networks equal."""
+    left: float = 1.0
+    """Of a ViT: what its last tokens, before a final norm, are multiplied with to be the model's."""
 
 
 def fold_vit(encoder: ViT, true_scale: bool | None = None) -> Folded:
@@ -43,23 +49,75 @@ def fold_vit(encoder: ViT, true_scale: bool | None = None) -> Folded:
     `1 - c_k^2 / c_0^2` of an eps that is little beside the stream's variance by then. A negative alpha, which only
     learning finds, turns the sign of the norms after it.
     """
-    true_scale = not encoder.final_norm if true_scale is None else true_scale
+    refuse(encoder)
+    normed = not isinstance(encoder.norm, nn.Identity)
+    true_scale = not normed if true_scale is None else true_scale
     alphas = encoder.shortcut.alpha.detach().double().cpu()
     _check(alphas)
     c = torch.cat([alphas.new_ones(1), alphas.cumprod(0)])
     c = c / c[-1] if true_scale else c
     state = {k: v.detach().double().cpu().clone() for k, v in encoder.state_dict().items() if "shortcut." not in k}
-    for name in ("cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias"):
-        state[name] /= c[0]
-    for k in range(len(alphas)):
-        block, (norm, last) = f"blocks.{k // 2}", (("norm1", "attn.proj"), ("norm2", "mlp.fc2"))[k % 2]
-        state[f"{block}.{norm}.weight"] *= c[k].sign()
+    for name in _embedding(encoder):
+        if name in state:
+            state[name] /= c[0]
+    for k, (norm, last) in enumerate(pair for i in range(encoder.depth) for pair in _branches(encoder, i)):
+        state[f"{norm}.weight"] *= c[k].sign()
         for part in ("weight", "bias"):
-            state[f"{block}.{last}.{part}"] *= encoder.shortcut.decay.branch_scale / c[k + 1]
-    if encoder.final_norm:
+            if f"{last}.{part}" in state:
+                state[f"{last}.{part}"] *= encoder.shortcut.decay.branch_scale / c[k + 1]
+    if normed:
         state["norm.weight"] *= c[-1].sign()
     exact = tuple(encoder.norm_eps / float(scale) ** 2 for scale in c)
-    return Folded({name: value.to(encoder.cls_token.dtype) for name, value in state.items()}, exact[0], exact)
+    dtype = encoder.pos_embed.dtype
+    return Folded({name: value.to(dtype) for name, value in state.items()}, exact[0], exact, float(c[-1]))
+
+
+def refuse(encoder: ViT) -> None:
+    """ExportError for an encoder of timm whose blocks see the scale of the stream."""
+    if not isinstance(encoder, TimmViT):
+        return
+    classes = {computed_by(at.block) for at in encoder.located} - {"timm.models.vision_transformer.Block"}
+    if classes:
+        raise ExportError(
+            f"decay of {encoder.source['encoder']} cannot be folded: its {classes.pop().rpartition('.')[2]} does not "
+            "norm what its branches see; onnx and torch-export keep the alphas"
+        )
+
+
+def _embedding(encoder: ViT) -> list[str]:
+    """Parameters whose sum, or whose norm, the stream starts as."""
+    if not isinstance(getattr(encoder, "norm_pre", nn.Identity()), nn.Identity):
+        return ["norm_pre.weight", "norm_pre.bias"]
+    normed = not isinstance(getattr(encoder.patch_embed, "norm", nn.Identity()), nn.Identity)
+    patches = "patch_embed.norm" if normed else "patch_embed.proj"
+    return ["cls_token", "dist_token", "reg_token", "pos_embed", f"{patches}.weight", f"{patches}.bias"]
+
+
+def _branches(encoder: ViT, i: int) -> list[tuple[str, str]]:
+    """Norm and last linear layer of attention and of the MLP of a block."""
+    block: Any = encoder.blocks[i]
+    names = {module: f"blocks.{i}.{name}" for name, module in block.named_modules()}
+    return [
+        (names[norm], names[last_linear(part)]) for norm, part in ((block.norm1, block.attn), (block.norm2, block.mlp))
+    ]
+
+
+@torch.no_grad()
+def single_eps_difference(encoder: ViT, folded: Folded, images: Tensor) -> float:
+    """How far the folded network with one eps for all norms is from the model, over each image's largest value."""
+    twin: Any = copy.deepcopy(encoder)
+    twin.shortcut = Shortcuts(Decay(), encoder.depth).to(images)
+    twin.load_state_dict({**folded.state, "shortcut.alpha": twin.shortcut.alpha})
+    for norm in norms_of(twin):
+        norm.eps = folded.eps
+    ours, theirs = encoder(images).flatten(1), twin(images).flatten(1)
+    theirs = theirs * (folded.left if isinstance(encoder.norm, nn.Identity) else 1.0)
+    return float(((ours - theirs).abs().amax(1) / ours.abs().amax(1)).max())
+
+
+def norms_of(encoder: Any) -> list[Any]:
+    """The norms that see the stream, in order, the final one last."""
+    return [norm for block in encoder.blocks for norm in (block.norm1, block.norm2)] + [encoder.norm]
 
 
 def fold_resnet(model: ResNet) -> Folded:

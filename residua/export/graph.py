@@ -18,6 +18,9 @@ from residua.export.clean import IMAGES, Export
 from residua.export.stock import preprocessing_of
 from residua.nn import MAE, Classifier, ResNet, SiT, UniformNet, UViT, ViT
 
+OPSET = 23
+"""Of ONNX: the newest that PyTorch's exporter writes; attention is one node from here on."""
+
 
 class Program(nn.Module):
     """What is exported of a network: tokens of an encoder, logits and features of a classifier, a prediction."""
@@ -66,7 +69,8 @@ def to_onnx(model: nn.Module, out: Path, images: Tensor, where: str) -> Export:
     with _quiet():
         exported: Any = torch.onnx.export(
             program, _example(given), dynamo=True, input_names=list(program.inputs),
-            output_names=list(program.outputs), dynamic_shapes=_dynamic(program), external_data=False, verbose=False,
+            output_names=list(program.outputs), dynamic_shapes=_dynamic(program), opset_version=OPSET,
+            external_data=False, verbose=False,
         )  # fmt: skip
         exported.model.metadata_props["preprocessing"] = json.dumps(pre)
         exported.save(str(out / "model.onnx"), external_data=False)

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from residua.adapt.encoder import TimmViT
 from residua.data import Preprocessing
 from residua.export.clean import Export
-from residua.export.fold import ExportError, Folded, fold_resnet, fold_vit
+from residua.export.fold import ExportError, Folded, fold_resnet, fold_vit, single_eps_difference
 from residua.nn import MAE, Classifier, ResNet, ViT, encoder_of
 
 FILES = ("model.safetensors", "config.json", "preprocessor_config.json")
@@ -23,6 +24,10 @@ _POOLS: dict[str, dict[str, Any]] = {
     "patches": {"global_pool": "avg"},
     "cls": {"global_pool": "token"},
 }
+CLOSE = 1e-5
+"""A larger difference through one eps for all norms, and each is told its own."""
+EACH = "layer_norm_eps_of_each"
+"""Where our own reader finds them in `config.json`."""
 _RESAMPLE = {"nearest": 0, "bilinear": 2, "bicubic": 3}  # Pillow's numbers
 
 
@@ -34,16 +39,18 @@ def to_timm(model: nn.Module, out: Path, images: Tensor, where: str) -> Export:
     encoder = _vit(model, "timm")
     classifier = model if isinstance(model, Classifier) else None
     folded = fold_vit(encoder, false_if(classifier))
-    state, args = dict(folded.state), _timm_args(encoder)
+    state, (architecture, args) = dict(folded.state), _timm_model(encoder)
+    distilled = isinstance(encoder, TimmViT) and "dist_token" in encoder.tokens  # whose pooling is its own
+    pool = _POOLS["cls" if distilled else "tokens"]
     if classifier is None:  # model(images) is then the mean of all tokens, the default read-out
-        args |= {"num_classes": 0, "fc_norm": False, "final_norm": encoder.final_norm, **_POOLS["tokens"]}
+        args |= {"num_classes": 0, "fc_norm": False, "final_norm": not isinstance(encoder.norm, nn.Identity), **pool}
     else:
         args |= {"num_classes": classifier.num_classes, "fc_norm": True, **_POOLS[classifier.readout]}
         state |= _prefixed("fc_norm.", classifier.norm) | _prefixed("head.", classifier.head)
         state["fc_norm.weight"] *= _sign(encoder)
     pre = preprocessing_of(model)
     config: dict[str, Any] = {
-        "architecture": _TIMM.get(encoder.embed_dim, "vit_base_patch16_224"),
+        "architecture": architecture,
         "num_classes": args["num_classes"],
         "num_features": encoder.embed_dim,
         "global_pool": args["global_pool"],
@@ -66,38 +73,60 @@ def to_timm(model: nn.Module, out: Path, images: Tensor, where: str) -> Export:
     }
     if classifier is not None and classifier.classes:
         config["label_names"] = classifier.classes
+    apart = single_eps_difference(encoder, folded, images)
+    if apart > CLOSE:
+        config[EACH] = folded.exact
     _write(out, state, config)
+    stock_eps = encoder.norm_eps if isinstance(encoder, TimmViT) else TIMM_EPS
     told = f", norm_layer=lambda *a, **k: torch.nn.LayerNorm(*a, eps={folded.eps:.3g}, **k)"
-    eps = "" if folded.eps == TIMM_EPS else told
+    eps = "" if folded.eps == stock_eps or apart > CLOSE else told
     loading = f"import timm, torch\nmodel = timm.create_model({where}, pretrained=True{eps}).eval()"
+    eps_notes = _eps_notes(folded, stock_eps) if eps else ()
+    if apart > CLOSE:
+        last = "norm" if classifier is None else "fc_norm"
+        norms = f"[n for b in model.blocks for n in (b.norm1, b.norm2)] + [model.{last}]"
+        loading, eps_notes = f"{loading}\n{_each_eps(norms, folded)}", _each_note(folded, apart)
     libraries = ("timm", "torch")
     if classifier is not None:
         wanted = {"logits": ("logits", classifier(images))}
         computing = "logits = model(images)"
         left = _alpha_eff(encoder)
-        notes = () if left == 1 else (f"forward_features comes divided by alpha_eff = {left:.3g}; logits do not",)
+        notes: tuple[str, ...] = (
+            () if left == 1 else (f"forward_features comes divided by alpha_eff = {left:.3g}; logits do not",)
+        )
+        notes += eps_notes
         return Export("timm", out, _files(out), loading, computing, {"images": images}, wanted, libraries, notes)
     tokens = encoder(images)
-    wanted = {"tokens": ("tokens", tokens), "mean of tokens": ("model(images)", tokens.mean(1))}
-    computing = "tokens = model.forward_features(images)  # model(images) is their mean"
-    return Export(
-        "timm", out, _files(out), loading, computing, {"images": images}, wanted, libraries, _eps_notes(folded, eps)
-    )
+    wanted = {"tokens": ("tokens", tokens)}
+    computing = "tokens = model.forward_features(images)"
+    if not distilled:
+        wanted["mean of tokens"] = ("model(images)", tokens.mean(1))
+        computing += "  # model(images) is their mean"
+    return Export("timm", out, _files(out), loading, computing, {"images": images}, wanted, libraries, eps_notes)
 
 
-def _timm_args(encoder: ViT) -> dict[str, Any]:
-    return {
-        "img_size": list(encoder.img_size), "patch_size": list(encoder.patch_size), "in_chans": encoder.in_chans,
-        "embed_dim": encoder.embed_dim, "depth": encoder.depth, "num_heads": encoder.num_heads,
-        "mlp_ratio": encoder.mlp_ratio,
-    }  # fmt: skip
+def _timm_model(encoder: ViT) -> tuple[str, dict[str, Any]]:
+    """The name of an architecture of timm, and the arguments that make it this one."""
+    sizes = {"img_size": list(encoder.img_size), "patch_size": list(encoder.patch_size), "in_chans": encoder.in_chans}
+    if isinstance(encoder, TimmViT):
+        return encoder.source["encoder"].removeprefix("timm:").partition(".")[0], sizes
+    own = {"embed_dim": encoder.embed_dim, "depth": encoder.depth, "num_heads": encoder.num_heads}
+    return _TIMM.get(encoder.embed_dim, "vit_base_patch16_224"), sizes | own | {"mlp_ratio": encoder.mlp_ratio}
 
 
-def _eps_notes(folded: Folded, told: str) -> tuple[str, ...]:
-    if not told:
-        return ()
+def _eps_notes(folded: Folded, stock_eps: float) -> tuple[str, ...]:
     return (f"create_model must be told the eps, {folded.eps:.3g}, which config.json cannot hold: with timm's own, "
-            f"{TIMM_EPS:g}, the features are wrong",)  # fmt: skip
+            f"{stock_eps:g}, the features are wrong",)  # fmt: skip
+
+
+def _each_eps(norms: str, folded: Folded) -> str:
+    """A line of Python that gives every norm its own eps."""
+    return f"for norm, eps in zip({norms}, [{', '.join(f'{eps:.6g}' for eps in folded.exact)}]): norm.eps = eps"
+
+
+def _each_note(folded: Folded, apart: float) -> tuple[str, ...]:
+    return (f"every norm is given an eps of its own: with {folded.eps:.3g} for all, the only one that a configuration "
+            f"could hold, tokens differ by {apart:.1e}",)  # fmt: skip
 
 
 # ---------------------------------------------------------------- transformers
@@ -107,6 +136,7 @@ def to_transformers(model: nn.Module, out: Path, images: Tensor, where: str) -> 
     """A folder of ViTModel; of ViTForImageClassification for a classifier that reads the class token, as it does."""
     encoder = _vit(model, "transformers")
     head = model if isinstance(model, Classifier) and model.readout == "cls" else None
+    _plain(encoder)
     folded = fold_vit(encoder, false_if(head))
     prefix = "vit." if head is not None else ""
     state = _renamed(folded.state, prefix)
@@ -119,11 +149,12 @@ def to_transformers(model: nn.Module, out: Path, images: Tensor, where: str) -> 
     elif not encoder.final_norm:  # a norm that only transformers applies, after what we read
         ones = torch.ones(encoder.embed_dim)
         state |= {"layernorm.weight": ones, "layernorm.bias": torch.zeros_like(ones)}
+    each, notes = _eps_of_norms(encoder, folded, images, config)
     _write(out, state, config)
     write_processor(out, preprocessing_of(model))
     libraries = ("transformers", "torch")
     if head is not None:
-        loading = _auto("AutoModelForImageClassification", where)
+        loading = _auto("AutoModelForImageClassification", where) + each
         wanted = {"logits": ("logits", head(images))}
         return Export(
             "transformers",
@@ -134,10 +165,10 @@ def to_transformers(model: nn.Module, out: Path, images: Tensor, where: str) -> 
             {"images": images},
             wanted,
             libraries,
+            tuple(notes),
         )
-    loading = _auto("AutoModel", where, ", add_pooling_layer=False")
+    loading = _auto("AutoModel", where, ", add_pooling_layer=False") + each
     computing = "tokens = model(images).last_hidden_state"
-    notes: list[str] = []
     if not encoder.final_norm:
         computing = "tokens = model(images, output_hidden_states=True).hidden_states[-1]"
         notes.append("last_hidden_state has a LayerNorm that the model was not trained with: read hidden_states[-1]")
@@ -160,6 +191,7 @@ def to_vitmae(model: nn.Module, out: Path, images: Tensor, where: str) -> Export
     encoder, decoder = model.encoder, model.decoder
     if encoder.img_size[0] != encoder.img_size[1] or encoder.patch_size[0] != encoder.patch_size[1]:
         raise ExportError("transformers' ViTMAE takes square images and patches only: --to transformers")
+    _plain(encoder)
     folded = fold_vit(encoder)
     state = _renamed(folded.state, "vit.")
     own = {name: value.detach().cpu().float() for name, value in decoder.state_dict().items()}
@@ -173,15 +205,46 @@ def to_vitmae(model: nn.Module, out: Path, images: Tensor, where: str) -> Export
         "decoder_intermediate_size": int(width * encoder.mlp_ratio), "mask_ratio": model.mask_ratio,
         "norm_pix_loss": model.norm_pix,
     }  # fmt: skip
+    each, notes = _eps_of_norms(encoder, folded, images, config)
     _write(out, state, config)
     write_processor(out, preprocessing_of(model))
     noise = torch.rand(len(images), model.num_patches, generator=torch.Generator().manual_seed(0))
     _, pred, _ = model(images, noise)
-    loading = _auto("ViTMAEForPreTraining", where)
+    loading = _auto("ViTMAEForPreTraining", where) + each
     computing = "out = model(images, noise=noise)  # out.loss, out.logits: predicted patches"
     wanted = {"predicted patches": ("out.logits", pred)}
     return Export("transformers-mae", out, _files(out), loading, computing, {"images": images, "noise": noise}, wanted,
-                  ("transformers", "torch"))  # fmt: skip
+                  ("transformers", "torch"), tuple(notes))  # fmt: skip
+
+
+def is_plain(encoder: ViT) -> bool:
+    """One class token with a position, biases, GELU, and nothing that only some networks of timm have?"""
+    if not isinstance(encoder, TimmViT):
+        return True
+    block: Any = encoder.blocks[0]
+    embed: Any = encoder.patch_embed
+    extras = (encoder.norm_pre, embed.norm, block.ls1, getattr(block.attn, "q_norm", nn.Identity()))
+    tokens = encoder.tokens == ["cls_token"] and not encoder.no_embed_class
+    layers = block.attn.qkv.bias is not None and type(getattr(block.mlp, "act", None)) is nn.GELU
+    return tokens and layers and all(type(extra) is nn.Identity for extra in extras)
+
+
+def _plain(encoder: ViT) -> None:
+    if isinstance(encoder, TimmViT) and not is_plain(encoder):
+        raise ExportError(
+            f"transformers' ViT has no place for all that {encoder.source['encoder']} has: it knows one class token, "
+            "biases everywhere, GELU, no scales or further norms; --to timm"
+        )
+
+
+def _eps_of_norms(encoder: ViT, folded: Folded, images: Tensor, config: dict[str, Any]) -> tuple[str, list[str]]:
+    """A line that gives every norm its own eps, and a word about it, where the one of `config.json` is not enough."""
+    apart = single_eps_difference(encoder, folded, images)
+    if apart <= CLOSE:
+        return "", []
+    config[EACH] = folded.exact
+    norms = "[m for m in model.modules() if type(m).__name__ == 'LayerNorm']"
+    return f"\n{_each_eps(norms, folded)}", [*_each_note(folded, apart)]
 
 
 def _vit_config(encoder: ViT, folded: Folded, kind: str, architecture: str) -> dict[str, Any]:

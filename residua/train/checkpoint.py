@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,7 @@ def load(path: str | Path, *, ema: bool = True, weights: str | Path | None = Non
         config |= _transformers_sizes(file.parent, config)
         model = create_model(**config)
         load_weights(model, state, what=str(file))
+        _set_each_eps(model, _transformers_config(file.parent).get("layer_norm_eps_of_each", ()))
         diffusion = config["name"] in ("uvit", "sit")
         if config["in_chans"] == 3:
             mean, std, crop = (HALVES, HALVES, 1.0) if diffusion else (IMAGENET_MEAN, IMAGENET_STD, 0.875)
@@ -263,6 +264,15 @@ def _transformers_config(folder: Path) -> dict[str, Any]:
 def _transformers_heads(folder: Path) -> dict[str, int]:
     config = _transformers_config(folder)
     return {"num_heads": config["num_attention_heads"]} if "num_attention_heads" in config else {}
+
+
+def _set_each_eps(model: Any, values: Sequence[float]) -> None:
+    """Of folded weights that one eps for all norms is not right for."""
+    encoder = getattr(model, "encoder", model)
+    if values:
+        norms = [norm for block in encoder.blocks for norm in (block.norm1, block.norm2)] + [encoder.norm]
+        for norm, eps in zip(norms, values):
+            norm.eps = eps
 
 
 def _transformers_sizes(folder: Path, known: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 from residua import data
+from residua.adapt import is_name
 from residua.adapt.encoder import create_model
 from residua.data import Batch, DataError, Preprocessing, Source, Splits, mixing
 from residua.nn import Classifier, Decay, ResNet, Shortcuts, UniformNet
@@ -159,7 +160,8 @@ class Classification(Session[Finetune, Any]):
         kind = "ViT" if isinstance(model, Classifier) else type(model).__name__
         origin = ""
         if name is not None:
-            origin = f" from {name}" if Path(name).expanduser().exists() else f", {name} from scratch"
+            scratch = not Path(name).expanduser().exists() and not is_name(name)
+            origin = f", {name} from scratch" if scratch else f" from {name}"
         head = f", read-out: {READOUTS[model.readout]}" if isinstance(model, Classifier) else ""
         return (
             f"{kind} ({count_parameters(model) / 1e6:.1f} M, {shortcut.depth} blocks){origin}, "
@@ -189,7 +191,7 @@ def prepare(
         config = resumed(config)
     accelerator = open_accelerator(config.machine)
     begun = _begun(config)  # a run that goes on needs nothing of what it started from
-    begin: Start = begun or (open_start(config.network.model) if start is None else start)
+    begin: Start = begun or (open_start(config.network.model, config.network.weights) if start is None else start)
     config = config.override(data=_source_name(config))
     splits = load(config.data.data, config.optim.seed)
     check_labels(splits)

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from residua.adapt import is_name
+from residua.adapt.encoder import open_encoder
 from residua.data import Source
 from residua.nn import ResNet, UniformNet, ViT, model_names
 from residua.nn.classifier import Readout
@@ -39,8 +41,10 @@ class NetworkConfig:
     """Network: a pretrained encoder with a new head, or one trained from scratch."""
 
     model: str | None = None
-    """A run, a checkpoint, published MAE weights; or a name such as vit_small, resnet18 or resmlp, to train from
-    scratch."""
+    """A run, a checkpoint, published MAE weights, a vision transformer of timm (timm:NAME); or a name such as
+    vit_small, resnet18 or resmlp, to train from scratch."""
+    weights: str = "published"
+    """Of timm:NAME: published, random, or a file."""
     readout: Readout = "patches"
     """What a ViT's head sees. patches: mean of patches, as in MAE; tokens: mean of all tokens; cls: the class token."""
     patch_size: int | Auto = "auto"
@@ -109,17 +113,33 @@ SHAPE: dict[str, Any] = {"patch_size": "auto", "stages": None, "depth": None, "w
 SHORT_RUN = {"mixup": 0.0, "cutmix": 0.0, "erasing": 0.0}
 
 
-def open_start(model: str | None) -> Start:
+def open_start(model: str | None, weights: str = "published") -> Start:
     """The network that training starts from, by path or by name."""
     if model is None:
         raise ValueError("say what to train: a run, a checkpoint, or the name of a network such as resnet18")
     path = Path(model).expanduser()
     names = [name for name in model_names() if name.startswith(("vit_", *RESIDUAL))]
+    if is_name(model):
+        return _of_timm(model, weights)
+    if weights != "published":
+        raise ValueError(f"weights is {weights}, but {model} is no timm:NAME: leave it out")
     if path.exists():
         return ckpt.load(path)
     if model in names:
         return model
     raise ckpt.CheckpointError(f"there is nothing at {path}, and it is none of the networks {', '.join(names)}")
+
+
+def _of_timm(model: str, weights: str) -> nn.Module:
+    try:
+        return open_encoder(model, weights=weights)
+    except ValueError as error:
+        if "cannot be the encoder" not in str(error):
+            raise
+        reason = str(error).partition(": ")[2]
+        raise ValueError(
+            f"{model} cannot be fine-tuned here: {reason}. Of other libraries, plain vision transformers of timm can"
+        ) from error
 
 
 def resolve(config: Finetune, start: Start, source: Source, device: str) -> Finetune:

@@ -80,6 +80,17 @@ def test_half_precision_keeps_alphas_exact_and_the_stream_half(images: Tensor) -
     assert alphas(model).device.type == "meta"
 
 
+def test_training_in_autocast_reaches_every_parameter(images: Tensor) -> None:
+    model, exact = (residua.fade(vit(), alpha_min=0.5).train() for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(images).float().square().mean().backward()
+    exact(images).square().mean().backward()
+    for a, b in zip(model.parameters(), exact.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert (a.grad - b.grad).norm() <= 0.1 * b.grad.norm()
+
+
 def test_autocast_leaves_the_stream_as_the_plain_model_has_it(images: Tensor) -> None:
     plain, faded = vit(), residua.fade(vit(), alpha_min=1.0)
     with torch.autocast("cpu", torch.bfloat16):
@@ -101,20 +112,33 @@ def test_gradient_checkpointing_changes_nothing(images: Tensor) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_distributed(images: Tensor, tmp_path: Any) -> None:
-    if not dist.is_available():
-        pytest.skip("torch was built without distributed")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = residua.fade(vit(), alpha_min=0.5)
-        alone = copy.deepcopy(model)
-        wrapped = DistributedDataParallel(model)
-        wrapped(images).square().sum().backward()
-        alone(images).square().sum().backward()
-        for a, b in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad)
-    finally:
-        dist.destroy_process_group()
+def one_step(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """Weights after a step on a mean over images."""
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(images).square().mean().backward()
+    optimiser.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def work(rank: int, images: Tensor, store: str) -> None:
+    """One of two processes: half of the images, and the weights that it ends with."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}/meet", rank=rank, world_size=2)
+    wrapped = DistributedDataParallel(residua.fade(vit(), alpha_min=0.5).train())
+    torch.save(one_step(wrapped, images.chunk(2)[rank]), f"{store}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
+def test_two_processes_take_the_step_of_one(tmp_path: Any) -> None:
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    torch.multiprocessing.start_processes(work, (images, str(tmp_path)), nprocs=2, start_method="fork")
+    alone = one_step(residua.fade(vit(), alpha_min=0.5).train(), images)
+    plain = one_step(vit().train(), images)
+    for rank in (0, 1):
+        for mine, theirs in zip(torch.load(f"{tmp_path}/{rank}.pt"), alone, strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert not all(torch.allclose(a, b) for a, b in zip(alone, plain, strict=True))
 
 
 def test_schedules_reach_the_blocks() -> None:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 import residua
 from residua.adapt.encoder import TimmViT, create_model, open_encoder
+from residua.cli import main
 from residua.nn import MAE
 from residua.train import Pretrain, fit, prepare
 from residua.train import checkpoint as ckpt
+from residua.train.finetune_config import open_start
 
 SMALL: dict[str, Any] = {"decoder_embed_dim": 16, "decoder_depth": 2, "decoder_num_heads": 2}
 # class token; two of them; registers; positions for patches only; no prefix at all
@@ -22,7 +24,7 @@ KINDS = {
     "deit_tiny_distilled_patch16_224": 2,
     "vit_wee_patch16_reg1_gap_256": 1,
     "deit3_small_patch16_224": 1,
-    "vit_base_patch16_siglip_224": 0,
+    "vit_medium_patch16_gap_256": 0,
 }
 QUICK: dict[str, Any] = {
     "data": "shapes", "encoder": "timm:test_vit", "img_size": 16, "patch_size": 4, "batch_size": 8, "cpu": True,
@@ -66,7 +68,7 @@ def test_fading_is_that_of_the_blocks() -> None:
         torch.testing.assert_close(encoder(x), plain.forward_features(x), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "vit_base_patch16_siglip_224"])
+@pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "vit_medium_patch16_gap_256"])
 @pytest.mark.parametrize("decoder", ["plain", "ushape"])
 def test_autoencoder_hides_patches_from_it(name: str, decoder: str) -> None:
     torch.manual_seed(0)
@@ -150,6 +152,26 @@ def test_a_run_resumes_loads_and_is_evaluated(tmp_path: Path) -> None:
     torch.testing.assert_close(model.state_dict(), whole.state_dict())
     report = residua.evaluate.evaluate(model, "shapes", probe=None, limit=40, layers="all", neighbors=0)
     assert report.layers == list(range(model.encoder.depth))
+
+
+def test_fine_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of a file under a new head, at another image size; of a network that is no ViT the error says so."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    trained: Any = timm.create_model("test_vit", num_classes=3)
+    torch.save(trained.state_dict(), "trained.pt")
+    given = ["--weights", "trained.pt", "--data", "shapes?n=32&test=16", "--img-size", "32", "--lr", "1e-9"]
+    assert main(["finetune", "timm:test_vit", *given, "--steps", "1", "--cpu", "--out", "run"]) in (0, None)
+    model: Any = residua.load("run")
+    for name, value in model.encoder.state_dict().items():
+        if name.startswith("blocks."):
+            torch.testing.assert_close(value, trained.state_dict()[name], atol=1e-6, rtol=1e-6)
+    assert model.preprocessing.img_size == (32, 32)
+    assert model.preprocessing.mean == timm.data.resolve_model_data_config(trained)["mean"]
+    with pytest.raises(ValueError, match=r"timm:test_resnet cannot be fine-tuned here: it is no vision transformer"):
+        open_start("timm:test_resnet", "random")
+    with pytest.raises(ValueError, match=r"weights is random, but vit_nano is no timm:NAME"):
+        open_start("vit_nano", "random")
 
 
 def test_a_trained_model_fades_while_it_goes_on(tmp_path: Path) -> None:

@@ -48,6 +48,11 @@ BLOCKS = {
     "xcit_nano_12_p8_224": 12,
 }
 """How many blocks of each are x + F(x), counted in their source: not those that change the shape of the stream."""
+LARGE = {
+    "csatv2", "efficientformerv2_s0", "efficientvit_m0", "gcvit_xxtiny", "gmlp_ti16_224", "mvitv2_tiny", "nest_tiny",
+    "visformer_tiny",
+}  # fmt: skip
+"""Those that take seconds: with the long list."""
 
 REASONS = {
     "coat_tiny": "ParallelBlock, .*4 streams",
@@ -149,7 +154,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unknown")
 @pytest.mark.filterwarnings("ignore:.*stay as they are")
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LARGE else ()) for n in BLOCKS])
 @torch.no_grad()
 def test_blocks_are_found_and_fade(name: str) -> None:
     assert verify(*build(name)) == BLOCKS[name]

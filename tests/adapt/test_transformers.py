@@ -115,12 +115,105 @@ def prenorm(block: nn.Module, alphas: Tensor, x: Tensor, *args: Any, **kwargs: A
     return x
 
 
-def bert(block: Any, alphas: Tensor, x: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-    """Post-norm by hand, in evaluation mode."""
-    first, second = alphas.double()
-    attended, _ = block.attention.self(x, attention_mask=attention_mask)
-    x = block.attention.output.LayerNorm(first * x + block.attention.output.dense(attended))
-    return block.output.LayerNorm(second * x + block.output.dense(block.intermediate(x)))
+# ---------------------------------------------------------------- blocks written out: norms, projections, softmax
+
+
+def ln(norm: Any, x: Tensor) -> Tensor:
+    x = x - x.mean(-1, keepdim=True)
+    return norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() + norm.bias
+
+
+def linear(layer: Any, x: Tensor) -> Tensor:
+    """Also the one of GPT-2, whose weight lies the other way round."""
+    weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
+    return x @ weight.T + (0 if layer.bias is None else layer.bias)
+
+
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, heads: int, seen: Tensor | None = None, turn: Any = None
+) -> Tensor:
+    """(B, T, D) each; `seen` (B, T, T) says which token looks at which, `turn` rotates queries and keys by place."""
+    width = q.shape[-1] // heads
+    q, k, v = (t.unflatten(-1, (-1, width)).transpose(1, 2) for t in (q, k, v))
+    q, k = (q, k) if turn is None else (turn(q), turn(k))
+    k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / width**0.5
+    if seen is not None:
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+    return torch.einsum("bhqk,bhkd->bhqd", weights, v).transpose(1, 2).flatten(2)
+
+
+def rotation(cos: Tensor, sin: Tensor) -> Callable[[Tensor], Tensor]:
+    """Places as complex numbers; tokens before the first place keep theirs."""
+    half = cos.shape[-1] // 2
+    places = torch.complex(cos[..., :half].double(), sin[..., :half].double())
+
+    def turn(x: Tensor) -> Tensor:
+        first, x = x.split((x.shape[-2] - places.shape[-2], places.shape[-2]), -2)
+        z = torch.complex(x[..., :half], x[..., half:]) * places
+        return torch.cat([first, torch.cat([z.real, z.imag], -1)], -2)
+
+    return turn
+
+
+def looks_at(causal: bool) -> Tensor:
+    """Which tokens of `inputs` see which: none sees padding, none of a decoder what comes later."""
+    seen = inputs("bert")["attention_mask"].bool()[:, None].expand(2, 7, 7)
+    return seen & torch.ones(7, 7, dtype=torch.bool).tril() if causal else seen
+
+
+def projected(a: Any, x: Tensor, heads: int, **how: Any) -> Tensor:
+    return linear(a.o_proj, softmax_attention(*(linear(p, x) for p in (a.q_proj, a.k_proj, a.v_proj)), heads, **how))
+
+
+def hand_vit(b: Any, alpha: Tensor, x: Tensor, places: Any) -> Tensor:
+    x = alpha[0] * x + projected(b.attention, ln(b.layernorm_before, x), 4)
+    hidden = nn.functional.gelu(linear(b.mlp.fc1, ln(b.layernorm_after, x)))
+    return alpha[1] * x + linear(b.mlp.fc2, hidden)
+
+
+def hand_dino(b: Any, alpha: Tensor, x: Tensor, places: Any) -> Tensor:
+    turn = None if places is None else rotation(*places)
+    x = alpha[0] * x + b.layer_scale1.lambda1 * projected(b.attention, ln(b.norm1, x), 4, turn=turn)
+    first, second = (b.mlp.fc1, b.mlp.fc2) if hasattr(b.mlp, "fc1") else (b.mlp.up_proj, b.mlp.down_proj)
+    return alpha[1] * x + b.layer_scale2.lambda1 * linear(second, nn.functional.gelu(linear(first, ln(b.norm2, x))))
+
+
+def hand_gpt2(b: Any, alpha: Tensor, x: Tensor, places: Any) -> Tensor:
+    q, k, v = linear(b.attn.c_attn, ln(b.ln_1, x)).chunk(3, -1)
+    x = alpha[0] * x + linear(b.attn.c_proj, softmax_attention(q, k, v, 4, seen=looks_at(causal=True)))
+    hidden = linear(b.mlp.c_fc, ln(b.ln_2, x))
+    hidden = hidden / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (hidden + 0.044715 * hidden**3)))
+    return alpha[1] * x + linear(b.mlp.c_proj, hidden)
+
+
+def hand_llama(b: Any, alpha: Tensor, x: Tensor, places: Any) -> Tensor:
+    def rms(norm: Any, x: Tensor) -> Tensor:  # in float32 whatever the stream is, as the library has it
+        y = x.float()
+        return norm.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm.variance_epsilon)).double()
+
+    turn = rotation(*(table[:, None] for table in places))
+    x = alpha[0] * x + projected(b.self_attn, rms(b.input_layernorm, x), 4, seen=looks_at(causal=True), turn=turn)
+    y = rms(b.post_attention_layernorm, x)
+    gate = linear(b.mlp.gate_proj, y)
+    return alpha[1] * x + linear(b.mlp.down_proj, gate * torch.sigmoid(gate) * linear(b.mlp.up_proj, y))
+
+
+def hand_bert(b: Any, alpha: Tensor, x: Tensor, places: Any) -> Tensor:
+    """Post-norm: LN(alpha x + f(x))."""
+    a = b.attention
+    y = softmax_attention(*(linear(p, x) for p in (a.self.query, a.self.key, a.self.value)), 4, looks_at(causal=False))
+    x = ln(a.output.LayerNorm, alpha[0] * x + linear(a.output.dense, y))
+    hidden = nn.functional.gelu(linear(b.intermediate.dense, x))
+    return ln(b.output.LayerNorm, alpha[1] * x + linear(b.output.dense, hidden))
+
+
+BY_HAND: dict[str, Callable[..., Tensor]] = {
+    "vit": hand_vit, "mae": hand_vit, "deit": hand_vit, "dinov2": hand_dino, "registers": hand_dino,
+    "dinov3": hand_dino, "gpt2": hand_gpt2, "llama": hand_llama, "mistral": hand_llama, "bert": hand_bert,
+    "roberta": hand_bert,
+}  # fmt: skip
 
 
 @every
@@ -140,18 +233,30 @@ def test_names_and_bits_are_kept(name: str) -> None:
         assert torch.equal(output(model, given), plain)
 
 
-@every
-def test_faded_blocks_match_a_reference(name: str) -> None:
+def faded_calls(name: str) -> list[Any]:
+    """Calls of the blocks of a faded model in float64; the schedule is checked on the way."""
     model = residua.fade(build(name).double(), alpha_min=0.5)
     given = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs(name).items()}
     calls = calls_of(model, given)
     assert len(calls) == 2
     alphas = torch.cat([getattr(block, ALPHA) for block, *_ in calls])
     torch.testing.assert_close(alphas, residua.alphas(2, 0.5).float())
-    reference = bert if "bert" in name else prenorm
-    for block, x, args, kwargs, out in calls:
-        with torch.no_grad():
-            wanted = reference(block, getattr(block, ALPHA), x, *args, **kwargs)
+    return calls
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@torch.no_grad()
+def test_faded_blocks_match_a_reference_by_hand(name: str) -> None:
+    for block, x, _, kwargs, out in faded_calls(name):
+        wanted = BY_HAND[name](block, getattr(block, ALPHA).double(), x, kwargs.get("position_embeddings"))
+        torch.testing.assert_close(out, wanted, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in BY_HAND])
+@torch.no_grad()
+def test_faded_kin_match_their_own_blocks_branch_by_branch(name: str) -> None:
+    for block, x, args, kwargs, out in faded_calls(name):
+        wanted = prenorm(block, getattr(block, ALPHA), x, *args, **kwargs)
         torch.testing.assert_close(out, wanted, atol=1e-6, rtol=1e-6)
 
 

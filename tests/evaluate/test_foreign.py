@@ -141,3 +141,18 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ["anatomy", "timm:test_vit", *common, "--top", "3", "--images", "2", "--split", "test", "--token", "0"]
     ) in (0, None)
     assert Path("anatomy-test_vit/anatomy.html").exists()
+
+
+def test_what_cannot_be_read_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*args: str) -> str:
+        assert main(["evaluate", *args, "--data", "digits", "--device", "cpu"]) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    assert "near it are test_vit" in refused("timm:test_vitt")
+    size = refused("timm:test_vit", "--weights", "random", "--img-size", "33")
+    assert "timm:test_vit does not run on images of 33 x 33: Input height (33) should be divisible" in size
+    (tmp_path / "bad.pt").write_text("no weights")
+    assert "bad.pt cannot be read as weights" in refused("timm:test_vit", "--weights", str(tmp_path / "bad.pt"))
+    assert "no residual blocks" in refused("torchvision:vgg11", "--weights", "random", "--img-size", "64")
+    pytest.importorskip("transformers")
+    assert "GPT2Model reads text" in refused("transformers:gpt2", "--weights", "random")

@@ -1,6 +1,10 @@
 """What stock libraries load computes what the model computes, in processes that do not know this package."""
 
+import copy
 import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 import residua
+from residua.adapt.encoder import open_encoder
 from residua.cli import main
 from residua.data import Preprocessing
 from residua.export import ExportError, export, graph, hub, stock
 from residua.export.clean import CHECKER, Export, check, real_images, relative
+from residua.export.fold import fold_vit, single_eps_difference
 from residua.nn import encoder_of
 
 
@@ -140,6 +147,58 @@ def test_other_shapes_of_images(tmp_path: Path, height: int, width: int, channel
     assert apart(model(images), theirs(images).last_hidden_state) < 1e-5
 
 
+def test_one_eps_is_not_enough_for_a_short_stream(runs: Any, tmp_path: Path) -> None:
+    """Then every norm is told its own, and the difference is rounding again."""
+    model: Any = residua.load(runs("timm"))
+    encoder = copy.deepcopy(model.encoder).double()
+    images, _ = real_images(runs("timm"), model.preprocessing)
+    folded = fold_vit(encoder)
+    assert single_eps_difference(encoder, folded, images.double()) > 1e-4
+    assert single_eps_difference(encoder, replace(folded, eps=1e-6), images.double()) > 1e-4
+    result = export(runs("timm"), "timm", tmp_path / "timm")
+    assert result.largest < 1e-5
+    assert len(result.exports[0][0].loading.splitlines()) == 3
+    assert "an eps of its own" in result.exports[0][0].notes[0]
+    written = stock.to_transformers(model, tmp_path, images, repr(str(tmp_path)))
+    assert apart(model.encoder(images), run_here(written, images)) < 1e-5
+    for folder in (tmp_path / "timm" / "model.safetensors", tmp_path):  # our reader gives each its eps, too
+        tokens: dict[str, torch.Tensor] = {}
+        encoder_of(residua.load(folder)).forward_features(images, tokens.__setitem__)
+        assert apart(model.encoder(images), list(tokens.values())[-1]) < 1e-5
+
+
+def run_here(written: Export, images: torch.Tensor) -> torch.Tensor:
+    scope: dict[str, Any] = {"images": images}
+    with torch.no_grad():
+        exec(written.snippet, scope)
+    return scope["tokens"]
+
+
+# more than a plain ViT: two class tokens; registers and no final norm; layer scale and positions for patches alone
+@pytest.mark.parametrize(
+    "name", ["deit_tiny_distilled_patch16_224", "vit_wee_patch16_reg1_gap_256", "deit3_small_patch16_224"]
+)
+@pytest.mark.parametrize("final_norm", [True, False])
+@torch.no_grad()
+def test_encoders_of_timm(name: str, final_norm: bool, tmp_path: Path) -> None:
+    encoder = open_encoder(f"timm:{name}", img_size=16, patch_size=8, final_norm=final_norm, alpha_min=0.6).eval()
+    for p in encoder.parameters():
+        p.add_(torch.randn_like(p) * 0.1)
+    images = torch.randn(2, 3, 16, 16)
+    written = stock.to_timm(encoder, tmp_path, images, repr(f"local-dir:{tmp_path}"))
+    assert apart(encoder(images), run_here(written, images)) < 1e-5
+    with pytest.raises(ExportError, match=f"no place for all that timm:{name} has"):
+        stock.to_transformers(encoder, tmp_path, images, "")
+
+
+def test_models_of_other_libraries_stay_there(tmp_path: Path) -> None:
+    import timm
+
+    for model in ("timm:test_vit", timm.create_model("test_vit")):
+        with pytest.raises(ExportError, match="its own library's model already"):
+            export(model, "onnx", tmp_path / "out")
+
+
 def test_torchvision(runs: Any, tmp_path: Path) -> None:
     result = export(runs("resnet"), "torchvision", tmp_path / "out")
     assert result.largest < 1e-5
@@ -160,7 +219,7 @@ def test_onnx(runs: Any, tmp_path: Path) -> None:
     assert differences[1] < 1e-4
     assert differences[7] < 1e-4
     model = onnx.load(tmp_path / "out" / "model.onnx")
-    assert model.opset_import[0].version >= 18
+    assert model.opset_import[0].version == graph.OPSET == torch.onnx._constants.ONNX_MAX_OPSET
     assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
     kept = json.loads({entry.key: entry.value for entry in model.metadata_props}["preprocessing"])
     assert kept == residua.load(runs("ushape")).preprocessing.to_dict()
@@ -177,13 +236,16 @@ def test_a_diffusion_model_becomes_a_program_and_nothing_else(runs: Any, tmp_pat
 
 
 @torch.no_grad()
-def test_torch_export_of_classifiers(runs: Any, tmp_path: Path) -> None:
-    for name in ("patches", "resnet"):
+def test_torch_export_of_classifiers_and_foreign_encoders(runs: Any, tmp_path: Path) -> None:
+    for name in ("patches", "resnet", "timm"):
         model: Any = residua.load(runs(name))
         images, _ = real_images(runs(name), model.preprocessing)
         graph.to_torch_export(model, tmp_path, images, "")
         program = torch.export.load(tmp_path / "model.pt2").module()
         for size in (1, 7):
+            if name == "timm":  # an encoder
+                assert apart(model.encoder(images[:size]), program(images[:size])) < 1e-5
+                continue
             logits, features = program(images[:size])
             assert apart(model(images[:size]), logits) < 1e-5
             assert apart(model.pooled(images[:size]), features) < 1e-5
@@ -240,6 +302,24 @@ def test_the_card(plain_hub: Any) -> None:
         assert text in card, text
     assert "1.2 %" not in card  # of the pixels
     assert "out:" not in card
+
+
+def test_the_snippets_of_a_card_run_as_they_stand(plain_hub: Any, tmp_path: Path) -> None:
+    """Those of timm, transformers and residua, one after the other in a process of their own."""
+    card = (plain_hub.out / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front == {"license": "mit", "library_name": "timm", "tags": ["residua", "image-feature-extraction"]}
+    snippets = re.findall(r"```python\n(.*?)```", card, flags=re.S)
+    assert [s.split()[1] for s in snippets] == ["timm,", "transformers", "residua"]
+    photo().save(tmp_path / "photo.jpg")
+    script = "import torch\nimages = torch.rand(2, 3, 16, 16)\nseen = []\n"
+    for snippet in snippets[:2]:
+        script += f"{snippet}\nseen.append(tokens)\n"
+    script += f"photos = images\n{snippets[2]}\nassert images.shape == (1, 3, 16, 16)\n"
+    script += "seen.append(model.encoder(photos))\n"
+    script += "for x in seen: torch.testing.assert_close(x, seen[0], atol=1e-4, rtol=1e-4)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_cards_keep_folders_to_themselves() -> None:
