@@ -71,7 +71,9 @@ def find_generic(model: nn.Module, example: Any = None, known: Sequence[Found] =
     """Name, block and kind of every block that is residual as a whole, in the order of their calls, `known` ones among
     them; ValueError says why there are none, or which block is in the way."""
     if not list(model.children()):
-        raise ValueError(f"{type(model).__name__}: no residual blocks found: it has no modules inside")
+        raise ValueError(
+            f"{type(model).__name__}: no residual blocks found; looked for modules inside it that map x to x + F(x)"
+        )
     return Finder(model, example, known).find()
 
 
