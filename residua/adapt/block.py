@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.nn.shortcut import scaled_add
-from residua.nn.stream import Step
+from residua.nn.stream import Step, scaled
 
 Map = Callable[[Tensor], Tensor]
 ALPHA = "residua_alpha"
@@ -114,8 +114,7 @@ def steps_of(
         Step(".".join(filter(None, (name, part.name))), part.branch, a, shortcut=part.shortcut, after=part.after)
         for part, a in zip(parts, alphas, strict=True)
     ]
-    scale = getattr(block, SCALE, 1.0)
-    return steps if scale == 1.0 else [step.scaled(scale) for step in steps]
+    return scaled(steps, getattr(block, SCALE, 1.0))
 
 
 def _add(x: Tensor, y: Tensor, alpha: Tensor, branch_first: bool) -> Tensor:

@@ -14,7 +14,7 @@ from residua.data import Preprocessing
 from residua.nn import MAE, Classifier, Network, ViT
 from residua.nn import create_model as create_own
 from residua.nn.shortcut import Decay, Shortcuts
-from residua.nn.stream import Step
+from residua.nn.stream import Step, scaled
 from residua.nn.vit import patch_grid, patchify, stream_dtype
 
 from .model import blocks_of
@@ -101,14 +101,13 @@ class TimmViT(ViT):
 
     def steps(self) -> list[Step]:
         """Two steps a block, as timm's blocks have them: attention, then MLP."""
-        scale = self.shortcut.decay.branch_scale
         alphas = iter(self.shortcut.alpha.unbind(0))
         steps = [
             Step(f"blocks.{i}.{name}", part.branch, next(alphas))
             for i, at in enumerate(self.located)
             for name, part in zip(("attn", "mlp"), at.kind.parts(at.block), strict=True)
         ]
-        return steps if scale == 1.0 else [step.scaled(scale) for step in steps]
+        return scaled(steps, self.shortcut.decay.branch_scale)
 
 
 def check(vit: Any, name: str) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Set
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +16,7 @@ from residua.data import Preprocessing
 from residua.nn import encoder_of as own_encoder_of
 from residua.nn.stream import Tap
 
+from .generic import evaluating
 from .model import Located, blocks_of, fade, is_own, shortcuts, tapped, unfade
 from .names import SOURCE, open_model
 
@@ -174,18 +174,6 @@ def prefix_tokens(model: Any) -> int:
 
 def _source(model: nn.Module) -> dict[str, Any] | None:
     return getattr(model, SOURCE, None)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode for a while."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 # ---------------------------------------------------------------- the same, untrained

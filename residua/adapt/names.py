@@ -76,7 +76,8 @@ def _library(library: str, name: str) -> Any:
 
 
 def _unknown(library: str, name: str, known: list[str]) -> ValueError:
-    near = difflib.get_close_matches(name, known, n=4, cutoff=0.5) or [other for other in known if name in other][:4]
+    longer = [other for other in known if other.startswith(name)]
+    near = longer[:4] or difflib.get_close_matches(name, known, n=4, cutoff=0.5)
     return ValueError(f"{library} has no model {name!r}" + (f"; near it are {', '.join(near)}" if near else ""))
 
 

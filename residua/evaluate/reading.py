@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.adapt import Foreign
+from residua.adapt.generic import evaluating
 from residua.data import Batch, Feed, Preprocessing, Source, center_view, train_view
 from residua.data.augment import normalize
 from residua.data.feed import OnBadImage
@@ -271,16 +272,11 @@ def frozen(model: nn.Module, device: str | torch.device | None = None) -> Iterat
     """The model in evaluation mode on `device` (its own by default), put back as it was afterwards."""
     home = next(model.parameters()).device
     where = home if device is None else torch.device(device)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    if where != home:
-        model.to(where)
-    try:
-        yield where
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        if where != home:
+    with evaluating(model):
+        try:
+            model.to(where)
+            yield where
+        finally:
             model.to(home)
 
 

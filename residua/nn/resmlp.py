@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.nn.shortcut import Decay, Shortcuts
-from residua.nn.stream import Step, Tap, walk
+from residua.nn.stream import Step, Tap, scaled, walk
 from residua.nn.vit import pair
 
 Kind = Literal["resmlp", "resconv", "resconv_down"]
@@ -123,8 +123,7 @@ class UniformNet(nn.Module):
             Step(f"blocks.{i}", block.branch, alpha, shortcut=block.downsample, after=F.relu)
             for i, (block, alpha) in enumerate(zip(blocks, self.shortcut.alpha.unbind(0)))
         ]
-        scale = self.shortcut.decay.branch_scale
-        return steps if scale == 1.0 else [step.scaled(scale) for step in steps]
+        return scaled(steps, self.shortcut.decay.branch_scale)
 
     def forward_features(self, images: Tensor, tap: Tap | None = None, keep: Tensor | None = None) -> Tensor:
         """Images -> the stream after the last block. `keep` (B, depth) scales branches image by image."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.nn.shortcut import Decay, Shortcuts
-from residua.nn.stream import Step, Tap, walk
+from residua.nn.stream import Step, Tap, scaled, walk
 from residua.nn.vit import pair
 
 BlockKind = Literal["basic", "bottleneck"]
@@ -156,8 +156,7 @@ class ResNet(nn.Module):
             Step(name, block.branch, alpha, shortcut=block.downsample, after=F.relu)
             for (name, block), alpha in zip(blocks, self.shortcut.alpha.unbind(0))
         ]
-        scale = self.shortcut.decay.branch_scale
-        return steps if scale == 1.0 else [step.scaled(scale) for step in steps]
+        return scaled(steps, self.shortcut.decay.branch_scale)
 
     def forward_features(self, images: Tensor, tap: Tap | None = None, keep: Tensor | None = None) -> Tensor:
         """Images -> the last stage's maps (B, D, h, w). `keep` (B, blocks) scales branches image by image."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from residua.nn.conditioning import check_batch, label_index, time_embedding
 from residua.nn.shortcut import Decay, Shortcuts
-from residua.nn.stream import Skip, Step, Tap, walk
+from residua.nn.stream import Skip, Step, Tap, scaled, walk
 from residua.nn.vit import (
     Attention,
     Mlp,
@@ -226,8 +226,7 @@ class SiT(nn.Module):
             skip = None if block.skip is None else Skip(f"blocks.{self._mirror(i)}.mlp", block.join)
             steps.append(Step(f"blocks.{i}.attn", attn, next(alpha), skip=skip))
             steps.append(Step(f"blocks.{i}.mlp", mlp, next(alpha)))
-        scale = self.shortcut.decay.branch_scale
-        return steps if scale == 1.0 else [step.scaled(scale) for step in steps]
+        return scaled(steps, self.shortcut.decay.branch_scale)
 
     def _run(self, x: Tensor, t: Tensor, y: Tensor | None, tap: Tap | None) -> tuple[Tensor, Tensor]:
         """Tokens (B, N, D) after the last block, and the conditioning (B, D)."""

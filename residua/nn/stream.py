@@ -55,6 +55,11 @@ class Step:
         return replace(self, branch=partial(_scaled, self.branch, scale))
 
 
+def scaled(steps: list[Step], scale: float) -> list[Step]:
+    """Steps with every branch scaled, as controls need it."""
+    return steps if scale == 1.0 else [step.scaled(scale) for step in steps]
+
+
 def _scaled(branch: Callable[[Tensor], Tensor], scale: float | Tensor, x: Tensor) -> Tensor:
     y = branch(x)
     if isinstance(scale, Tensor):

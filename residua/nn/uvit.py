@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from residua.nn.conditioning import check_batch, label_index, time_embedding
 from residua.nn.shortcut import Decay, Shortcuts
-from residua.nn.stream import Skip, Step, Tap, walk
+from residua.nn.stream import Skip, Step, Tap, scaled, walk
 from residua.nn.vit import (
     Block,
     PatchEmbed,
@@ -152,8 +152,7 @@ class UViT(nn.Module):
             skip = Skip(f"in_blocks.{self.depth - i}.mlp", block.join) if i > half else None
             steps.append(Step(f"{name}.attn", block.attn_branch, next(alpha), skip=skip))
             steps.append(Step(f"{name}.mlp", block.mlp_branch, next(alpha)))
-        scale = self.shortcut.decay.branch_scale
-        return steps if scale == 1.0 else [step.scaled(scale) for step in steps]
+        return scaled(steps, self.shortcut.decay.branch_scale)
 
     def forward_features(self, x: Tensor, t: Tensor, y: Tensor | None = None, tap: Tap | None = None) -> Tensor:
         """Tokens (B, T, D) after the last block and the final norm, in the order label, time, patches."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from residua.nn.attention import attention
 from residua.nn.shortcut import Decay, Shortcuts
-from residua.nn.stream import Step, Tap, walk
+from residua.nn.stream import Step, Tap, scaled, walk
 
 SIZES: dict[str, dict[str, int]] = {
     "nano": {"embed_dim": 128, "depth": 6, "num_heads": 4},
@@ -231,13 +231,12 @@ class ViT(nn.Module):
 
     def steps(self) -> list[Step]:
         """Two steps a block: attention, then MLP."""
-        scale = self.shortcut.decay.branch_scale
         branches: list[tuple[str, Callable[[Tensor], Tensor]]] = []
         blocks: Any = self.blocks
         for i, block in enumerate(blocks):
             branches += [(f"blocks.{i}.attn", block.attn_branch), (f"blocks.{i}.mlp", block.mlp_branch)]
         steps = [Step(name, f, alpha) for (name, f), alpha in zip(branches, self.shortcut.alpha.unbind(0))]
-        return steps if scale == 1.0 else [step.scaled(scale) for step in steps]
+        return scaled(steps, self.shortcut.decay.branch_scale)
 
     def run(self, x: Tensor, tap: Tap | None = None, keep: Tensor | None = None) -> Tensor:
         """Carry a stream through every step; the final norm is not applied.
