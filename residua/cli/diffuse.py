@@ -6,11 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-from tyro.conf import OmitArgPrefixes
-
 from .console import Bar, announce, decoding, dry_run, note, say
-from .pretrain import existing
+from .pretrain import settings
 
 if TYPE_CHECKING:
     from residua.train.diffuse import Diffusion
@@ -18,22 +15,12 @@ if TYPE_CHECKING:
 
 def diffuse(args: list[str]) -> None:
     """Train a diffusion model: `residua diffuse [RECIPE or SETTINGS.yaml] [options]`."""
-    from residua import recipes
     from residua.train import fit
     from residua.train.diffuse import prepare
     from residua.train.diffuse_config import Diffuse
     from residua.train.loop import append_metrics
 
-    default = Diffuse()
-    if args and not args[0].startswith("-"):
-        given = args.pop(0)
-        is_file = given.endswith((".yaml", ".yml"))
-        default = Diffuse.read(existing(given)) if is_file else recipes.get(given, "diffuse").config
-    config = tyro.cli(
-        Diffuse, args=args, default=default, prog="residua diffuse [RECIPE|SETTINGS.yaml]", config=(OmitArgPrefixes,),
-        description="Train a diffusion model whose identity shortcuts fade with depth. Every setting left at 'auto' is "
-        "chosen from the images and the machine, and printed.",
-    )  # fmt: skip
+    config = settings(Diffuse, args, "diffuse", "Train a diffusion model whose identity shortcuts fade with depth.")
     session = prepare(config, decoding)
     main = announce(session)
     if session.config.machine.dry_run:

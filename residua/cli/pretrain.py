@@ -14,21 +14,28 @@ if TYPE_CHECKING:
     from residua.train.pretrain import Pretraining
 
 
-def pretrain(args: list[str]) -> None:
-    """Pretrain an encoder: `residua pretrain [RECIPE or SETTINGS.yaml] [options]`."""
+def settings(kind: Any, args: list[str], command: Literal["pretrain", "diffuse"], summary: str) -> Any:
+    """What a command trains by: its defaults, a recipe or a file, and the options given."""
     from residua import recipes
-    from residua.train import Hooks, Pretrain, fit, prepare
 
-    default = Pretrain()
+    default = kind()
     if args and not args[0].startswith("-"):
         given = args.pop(0)
         is_file = given.endswith((".yaml", ".yml"))
-        default = Pretrain.read(existing(given)) if is_file else recipes.get(given, "pretrain").config
-    config = tyro.cli(
-        Pretrain, args=args, default=default, prog="residua pretrain [RECIPE|SETTINGS.yaml]", config=(OmitArgPrefixes,),
-        description="Pretrain a masked autoencoder whose identity shortcuts fade with depth. Every setting left at "
-        "'auto' is chosen from the images and the machine, and printed.",
+        default = kind.read(existing(given)) if is_file else recipes.get(given, command).config
+    return tyro.cli(
+        kind, args=args, default=default, prog=f"residua {command} [RECIPE|SETTINGS.yaml]", config=(OmitArgPrefixes,),
+        description=f"{summary} Every setting left at 'auto' is chosen from the images and the machine, and printed.",
     )  # fmt: skip
+
+
+def pretrain(args: list[str]) -> None:
+    """Pretrain an encoder: `residua pretrain [RECIPE or SETTINGS.yaml] [options]`."""
+    from residua.train import Hooks, Pretrain, fit, prepare
+
+    config = settings(
+        Pretrain, args, "pretrain", "Pretrain a masked autoencoder whose identity shortcuts fade with depth."
+    )
     session = prepare(config, decoding)
     main = announce(session)
     if main:

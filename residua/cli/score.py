@@ -107,7 +107,10 @@ def _ready(o: ScoreOptions) -> ScoreOptions:
     run = Path(o.samples).expanduser()
     if not (run / "checkpoints").is_dir():
         if o.reference is None:
-            raise ValueError("give --reference: the real images to compare with, such as --reference cifar10")
+            raise ValueError(
+                f"{o.samples} is no run of residua diffuse, so give --reference: the real images to compare with, such "
+                "as --reference cifar10"
+            )
         return o
     from residua.train.options import read_flat, trained_on
 

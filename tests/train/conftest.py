@@ -17,3 +17,13 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A pretraining run."""
+    from drive import pretrain, small
+
+    run = tmp_path_factory.mktemp("runs") / "pretrained"
+    pretrain(small(run, steps=3))
+    return str(run)
