@@ -91,9 +91,17 @@ def dense_peer(f: Map, x: Tensor, k: int) -> Tensor:
     """Singular values (B, k) as anyone would compute them: the whole Jacobian of one image after the other."""
     found = []
     for one in x:
-        rows = torch.func.jacrev(lambda z: f(z[None])[0].flatten(), chunk_size=256)(one)
-        found.append(torch.linalg.svd(rows.flatten(1), full_matrices=False)[1][:k])
+        rows = torch.func.jacrev(lambda z: f(z[None])[0].flatten(), chunk_size=256)(one).flatten(1)
+        watch = threading.Timer(10, lambda: print(f"decomposing; so far {used(x):.2f} GiB", flush=True))
+        watch.start()
+        found.append(torch.linalg.svd(rows, full_matrices=False)[1][:k])
+        watch.cancel()
     return torch.stack(found)
+
+
+def used(x: Tensor) -> float:
+    """GiB in use where x lies, at the peak on a GPU: known before a decomposition of many minutes ends."""
+    return (torch.cuda.max_memory_allocated(x.device) if x.is_cuda else resident()) / 2**30
 
 
 def fits(rows: int, columns: int, x: Tensor) -> bool:
