@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from rich.table import Table
@@ -108,28 +108,46 @@ class Alignment:
         return {name: (float(v.mean()), float(_spread(v))) for name, v in sorted(found.items())}
 
     def verdicts(self) -> dict[str, tuple[bool, str]]:
-        """Law -> whether it holds here, and by which threshold on the mean over samples."""
+        """Law -> whether it holds here, and by which threshold on the mean over samples.
+
+        A law that cannot be judged is left out, see `unjudged`.
+        """
         mean = {name: value for name, (value, _) in self.scalars().items()}
         ra1 = mean["RA1 line shape"] <= 1.1 and mean["RA1 variation of steps"] <= 0.3
         found = {
             "RA1": (ra1, "line shape <= 1.1 and variation of steps <= 0.3"),
             "RA2": (mean["RA2 diagonal share"] >= 0.8, "diagonal share >= 0.8 between different blocks"),
-            "RA4": (mean["RA4 R^2"] >= 0.8 and mean["RA4 slope"] > 0, "1 / s_1 rises linearly, R^2 >= 0.8"),
         }
         if "RA3 energy beyond C" in mean:
-            found["RA3"] = (mean["RA3 energy beyond C"] <= 0.05, "at most 5 % of the energy beyond C values")
+            by = f"at most 5 % of the top {self.S.shape[-1]} values' energy beyond C"
+            found["RA3"] = (mean["RA3 energy beyond C"] <= 0.05, by)
+        if len(self.names) > 2:
+            found["RA4"] = (mean["RA4 R^2"] >= 0.8 and mean["RA4 slope"] > 0, "1 / s_1 rises linearly, R^2 >= 0.8")
         return dict(sorted(found.items()))
+
+    def unjudged(self) -> dict[str, str]:
+        """Law -> why there is no verdict on it."""
+        found = {}
+        k = self.S.shape[-1]
+        if self.classes is None:
+            found["RA3"] = "the number of classes is not known"
+        elif self.beyond is None:
+            found["RA3"] = f"needs more than C = {self.classes} triplets, has {k}"
+        if len(self.names) < 3:
+            found["RA4"] = "a line through two blocks always fits"
+        return found
 
     def table(self, title: str = "") -> Table:
         """For the terminal: every number with its spread over samples, every law with its verdict."""
         table = Table(title=title or f"{len(self.S)} samples, {len(self.names)} blocks", title_justify="left")
         for heading, justify in (("", "left"), ("mean", "right"), ("spread", "right"), ("holds", "left")):
             table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-        verdicts, told = self.verdicts(), set()
+        said = {law: f"{'yes' if holds else 'no'}: {by}" for law, (holds, by) in self.verdicts().items()}
+        said |= {law: f"not judged: {why}" for law, why in self.unjudged().items()}
+        told: set[str] = set()
         for name, (mean, spread) in self.scalars().items():
             law = name[:3]
-            holds, threshold = verdicts.get(law, (False, ""))
-            verdict = "" if law in told or not threshold else f"{'yes' if holds else 'no'}: {threshold}"
+            verdict = "" if law in told else said.get(law, "")
             told.add(law)
             table.add_row(name, f"{mean:.3f}", f"± {spread:.3f}", verdict)
         return table
@@ -147,6 +165,7 @@ class Alignment:
             "converged": self.converged,
             "scalars": {name: {"mean": mean, "spread": spread} for name, (mean, spread) in self.scalars().items()},
             "verdicts": {law: {"holds": holds, "by": by} for law, (holds, by) in self.verdicts().items()},
+            "unjudged": self.unjudged(),
             "singular_values": self.S.mean(0).tolist(),
             "inverse_s1": inverse.mean(0).tolist(),
             "inverse_s1_spread": _spread(inverse).tolist(),
@@ -187,9 +206,13 @@ def measure(
     `k` triplets of every block; `classes` is the C of RA3. The path of RA1 is that of the measured gauge: streams
     divided by what survives of the first, for "J/alpha".
     """
+    if gauge not in get_args(Gauge):
+        raise ValueError(f"gauge is {gauge!r}; choose J or J/alpha")
+    if gauge == "J/alpha" and not all(block.alpha for block in blocks):
+        raise ValueError("gauge J/alpha divides by alpha, and a shortcut of this network has alpha 0: use gauge J")
     if len(blocks) < 2:
         raise ValueError(f"{len(blocks)} residual blocks of one shape: alignment compares at least two")
-    scales = [1.0 / b.alpha if gauge == "J/alpha" and b.alpha else 1.0 for b in blocks]
+    scales = [1.0 / b.alpha if gauge == "J/alpha" else 1.0 for b in blocks]
     found: list[JacobianSVD] = []
     for i, block in enumerate(blocks):
         try:
@@ -269,7 +292,7 @@ def stream_points(blocks: Sequence[Block], end: Tensor, gauge: Gauge) -> Tensor:
         left = 1.0
         scaled = [points[0]]
         for block, point in zip(blocks, points[1:]):
-            left *= block.alpha or 1.0
+            left *= block.alpha
             scaled.append(point / left)
         points = scaled
     return torch.stack(points)

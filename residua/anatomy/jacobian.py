@@ -49,7 +49,7 @@ class JacobianSVD:
     residual: Tensor
     """(B, k): the larger of |J v - s u| and |J^T u - s v|."""
     converged: Tensor
-    """(B, k): whether the residual is within `tol` of the largest singular value."""
+    """(B, k): whether the residual is within ten times `tol` of the largest singular value."""
     method: str
     rounds: int
     """Of products with J and J^T; 0 for a full decomposition."""
@@ -88,6 +88,8 @@ def jacobian_svd(
         raise ValueError(f"x of shape {tuple(x.shape)} given; expected a batch (B, ...) of at least one sample")
     if not x.dtype.is_floating_point or x.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(f"x is {x.dtype}; Jacobians need float32 or float64")
+    if budget <= 0:
+        raise ValueError(f"a budget of {budget:g} GiB was given; it must be positive")
     products = Products(f, x, budget)
     m, n = products.out_size, products.in_size
     if not 1 <= k <= min(m, n):
@@ -105,10 +107,12 @@ def jacobian_svd(
             (u, s, v), used = operator.decompose(k), 0  # type: ignore[union-attr]
         else:
             u, s, v, used = lanczos(operator, k, tol, rounds if method == "lanczos" else _PATIENCE, seed)
-        residual = _residual(operator, u, s, v)
+        residual = _residual(operator, u, s, v, tol)
         if method == "formed" and bool((residual > 10 * tol * s[:, :1]).any()):
             (u, s, v), used = operator.decompose(k), 0  # type: ignore[union-attr]
-            residual = _residual(operator, u, s, v)
+            residual = _residual(operator, u, s, v, tol)
+        if not s.any():
+            _refuse_detached(f, x)
     converged = residual <= 10 * tol * s[:, :1]
     return JacobianSVD(products.outputs(u), s, products.inputs(v), residual, converged, method, used)
 
@@ -163,7 +167,11 @@ class Products:
             except (RuntimeError, NotImplementedError) as error:
                 raise NotDifferentiable(f"the map cannot be differentiated: {error}") from error
         self._pull = pull
-        if out.shape[0] != len(x):
+        if not isinstance(out, Tensor):
+            raise ValueError(f"the map returned a {type(out).__name__}; it must return one tensor")
+        if not (x.isfinite().all() and out.isfinite().all()):
+            raise ValueError("the map's input or output is not finite: there is no Jacobian to measure")
+        if out.ndim == 0 or out.shape[0] != len(x):
             raise ValueError(f"the map turned a batch of {len(x)} into {tuple(out.shape)}; it must keep the batch")
         self.f = f
         self.shape = out.shape[1:]
@@ -209,14 +217,14 @@ class Products:
         self._linear = linear
 
     def outputs(self, u: Tensor) -> Tensor:
-        return u.unflatten(-1, self.shape) if self.shape else u
+        return u.reshape(*u.shape[:2], *self.shape)
 
     def inputs(self, v: Tensor) -> Tensor:
         return v.unflatten(-1, self.x.shape[1:])
 
     def push(self, v: Tensor) -> Tensor:
         """J v: (B, p, in) -> (B, p, out)."""
-        return self._chunked(self._push_one, self.inputs(v)).flatten(2)
+        return self._chunked(self._push_one, self.inputs(v)).reshape(*v.shape[:2], self.out_size)
 
     def pull(self, u: Tensor) -> Tensor:
         """J^T u: (B, p, out) -> (B, p, in)."""
@@ -237,12 +245,22 @@ class Products:
             return torch.vmap(product, in_dims=1, out_dims=1, chunk_size=self.chunk)(vectors)
 
 
-def _residual(operator: Operator, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
-    """(B, k) larger of |J v - s u| and |J^T u - s v|; only the first where s is zero to rounding."""
+def _residual(operator: Operator, u: Tensor, s: Tensor, v: Tensor, tol: float) -> Tensor:
+    """(B, k) larger of |J v - s u| and |J^T u - s v|; only the first where s is zero within `tol`."""
     right = (operator.push(v) - s[..., None] * u).norm(dim=-1)
     left = (operator.pull(u) - s[..., None] * v).norm(dim=-1)
-    zero = s <= 10 * max(operator.in_size, operator.out_size) * torch.finfo(s.dtype).eps * s[:, :1]
-    return torch.maximum(right, torch.where(zero, right, left))
+    return torch.maximum(right, torch.where(s <= tol * s[:, :1], right, left))
+
+
+def _refuse_detached(f: Map, x: Tensor) -> None:
+    """A derivative that is zero everywhere is an error where the map does depend on its input."""
+    with torch.no_grad():
+        here = f(x)
+        moved = f(x + 0.1 * x.square().mean().sqrt().clamp_min(1e-3) * torch.randn_like(x))
+    if here.any() and not torch.equal(here, moved):
+        raise NotDifferentiable(
+            "the derivative is zero although the output changes with the input: is something detached or rounded?"
+        )
 
 
 @contextmanager

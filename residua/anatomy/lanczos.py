@@ -16,6 +16,7 @@ from torch import Tensor
 BLOCK = 4  # vectors; as many copies of a repeated value are found at once
 CHECK = 6  # rounds between looks at the small matrix
 PROOF = 8  # rounds from fresh vectors at the end, that would find more copies
+_SEED = 7_919_477  # a stream of its own: vectors drawn like a network's weights would lie among its singular vectors
 
 
 class Operator(Protocol):
@@ -76,7 +77,7 @@ class Subspace:
         self.operator, x = operator, operator.x
         self.whole = operator.in_size
         self.most = min(self.whole, max(8 * k, 160))
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(_SEED + seed)
         self.q = x.new_empty(len(x), self.most, operator.in_size)
         self.p = x.new_empty(len(x), self.most, operator.out_size)
         self.t = x.new_zeros(len(x), self.most, self.most, dtype=torch.float64)
@@ -134,17 +135,28 @@ class Subspace:
 
         What is left of a row is as exact as it is large, so it is done again while too little is left (Kahan's rule).
         Most of what a row of Lanczos has of others it has of the `recent` ones: taken away first, that makes once do.
+        Where nothing but rounding is left, a random direction takes the row's place: rounding can lie in a part of the
+        space that is used up, such as the outputs that a mask leaves alive.
         """
         own = against[:, against.shape[1] - recent :]
+        whole = rows.norm(dim=-1, keepdim=True)
         near = rows @ own.mT
         rows = rows - near @ own
         first: Tensor | None = None
+        tiny = torch.finfo(rows.dtype).tiny
         for _ in range(5):
             share = rows @ against.mT
             first = share if first is None else first
             before = rows.norm(dim=-1).amax(-1)
-            rows, left = self._normal(rows - share @ against)
-            if bool((left > 0.5 * before).all()):
+            rows = rows - share @ against
+            lost = rows.norm(dim=-1, keepdim=True) <= 100 * torch.finfo(rows.dtype).eps * whole
+            again = bool(lost.any())
+            if again:
+                noise = torch.randn(rows.shape, generator=self.generator, dtype=torch.float64).to(rows)
+                rows = torch.where(lost, noise / noise.norm(dim=-1, keepdim=True), rows / whole.clamp_min(tiny))
+            rows, left = self._normal(rows)
+            whole = torch.ones_like(whole)
+            if not again and bool((left > 0.5 * before).all()):
                 break
         assert first is not None
         first[:, :, first.shape[2] - recent :] += near

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.adapt import stream
+from residua.nn import SiT, UViT
 from residua.nn.stream import Step
 
 from .alignment import Alignment, Block, Gauge, measure
@@ -21,12 +22,16 @@ from .jacobian import Method
 
 @dataclass(frozen=True)
 class Bound:
-    """Blocks of one shape at a batch, ready to be measured; what changes shape is left out."""
+    """Blocks of one shape at a batch, ready to be compared, and the others."""
 
     blocks: list[Block]
     end: Tensor
-    left_out: list[str]
-    """Steps whose input or output has another shape than most."""
+    others: list[Block]
+    """Blocks whose input or output has another shape: their Jacobians exist, but cannot be laid over those."""
+
+    @property
+    def left_out(self) -> list[str]:
+        return [block.name for block in self.others]
 
 
 def alignment(
@@ -44,13 +49,17 @@ def alignment(
 ) -> Alignment:
     """RA1 to RA4 of a residual network at some images, in evaluation mode; the model is left as it is.
 
-    `classes` is the number of classes it was trained on, for RA3. `token` measures the Jacobian of one token by
-    itself (the others fixed) instead of all tokens together. Post-activation blocks `relu(x + F(x))` count with the
-    masked branch `F(x) * 1[x + F(x) > 0]`. `context` is what a diffusion model takes beside images.
+    `classes` is the number of classes it was trained on, for RA3; labels (B,) after the images tell it too. `token`
+    measures the Jacobian of one token by itself (the others fixed) instead of all tokens together. Post-activation
+    blocks `relu(x + F(x))` count with the masked branch `F(x) * 1[x + F(x) > 0]`. `context` is what a diffusion model
+    takes beside images.
 
-    >>> laws = alignment(residua.load("runs/a"), images, k=30)
+    >>> laws = alignment(residua.load("runs/a"), images, labels, k=30)
     >>> laws.scalars()["RA2 coupling"], laws.verdicts()
     """
+    if len(context) == 1 and not isinstance(model, UViT | SiT) and not _real(context[0]):
+        labels: Tensor = torch.as_tensor(context[0])
+        classes, context = classes or int(labels.max()) + 1, ()
     dtype = getattr(torch, precision)
     twin = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
     bound = bind(twin, images.to(dtype), *(c.to(dtype) if _real(c) else c for c in context), token=token)
@@ -61,6 +70,8 @@ def alignment(
 
 def bind(model: nn.Module, images: Tensor, *context: Any, token: int | None = None) -> Bound:
     """The residual steps of a model at images, as blocks. Of several shapes the one with most steps is taken."""
+    if len(images) == 0:
+        raise ValueError("no images were given")
     with torch.no_grad():
         steps = list(stream(model, images, *context))
         ends = [step(_input(step)) for step in steps]
@@ -74,8 +85,8 @@ def bind(model: nn.Module, images: Tensor, *context: Any, token: int | None = No
     chosen = [i for i, pair in enumerate(shapes) if pair == (common, common)]
     blocks = [block_of(steps[i], token) for i in chosen]
     end = ends[chosen[-1]]
-    left = [step.name for i, step in enumerate(steps) if i not in chosen]
-    return Bound(blocks, end if token is None else end[:, token], left)
+    others = [block_of(step, token) for i, step in enumerate(steps) if i not in chosen]
+    return Bound(blocks, end if token is None else end[:, token], others)
 
 
 def block_of(step: Step, token: int | None = None) -> Block:

@@ -21,7 +21,7 @@ from residua.train.checkpoint import checkpoints, load
 
 from .alignment import Alignment, Gauge, measure, stream_points
 from .collapse import Collapse, neural_collapse
-from .jacobian import Method
+from .jacobian import Method, jacobian_svd
 from .network import Bound, bind
 
 Split = Literal["train", "test", "both"]
@@ -68,10 +68,14 @@ class Part:
     """Layer -> neural collapse there; empty without labels."""
     accuracy: float | None
     """Of a classifier on up to 2,000 images, in percent."""
+    others: dict[str, Tensor]
+    """Block of another shape -> its top singular values (K,), mean over samples."""
 
     def to_dict(self) -> dict[str, Any]:
         layers = {name: found.to_dict() for name, found in self.collapse.items()}
-        return {"split": self.split, "accuracy": self.accuracy, "laws": self.laws.to_dict(), "collapse": layers}
+        others = {name: values.tolist() for name, values in self.others.items()}
+        laws = self.laws.to_dict()
+        return {"split": self.split, "accuracy": self.accuracy, "laws": laws, "others": others, "collapse": layers}
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Anatomy:
 
     parts: list[Part]
     left_out: list[str]
-    """Blocks of another shape than most, which cannot be compared with them."""
+    """Blocks of another shape than those compared; their singular values are in the parts."""
     classes: list[str] | None
     """Names of the classes of the images."""
     look: Look
@@ -162,12 +166,12 @@ def _part(
 ) -> tuple[Part, list[str]]:
     pre = preprocessing(model, splits.train)
     twin = _twin(model, look, device)
-    laws, left_out = _laws(model, twin, source, pre, look, progress)
+    laws, others = _laws(model, twin, source, pre, look, progress)
     drawn = _drawn(source, look)
     path = _bound(twin, source, drawn, pre, look)
     collapse, accuracy = layers(model, source, pre, device, look.seed)
     labels = None if source.labels is None else torch.from_numpy(source.labels[drawn])
-    return Part(name, laws, _plane(path, look), labels, collapse, accuracy), left_out
+    return Part(name, laws, _plane(path, look), labels, collapse, accuracy, others), list(others)
 
 
 def _twin(model: nn.Module, look: Look, device: torch.device) -> nn.Module:
@@ -177,13 +181,19 @@ def _twin(model: nn.Module, look: Look, device: torch.device) -> nn.Module:
 
 def _laws(
     model: nn.Module, twin: nn.Module, source: Source, pre: Preprocessing, look: Look, progress: Progress | None = None
-) -> tuple[Alignment, list[str]]:
+) -> tuple[Alignment, dict[str, Tensor]]:
     bound = _bound(twin, source, balanced(source, look.images, look.seed), pre, look)
     laws = measure(
         bound.blocks, bound.end, min(look.k, bound.blocks[0].x[0].numel()), classes=trained_classes(model),
         gauge=look.gauge, method=look.method, budget=look.budget, seed=look.seed, progress=progress,
     )  # fmt: skip
-    return laws, bound.left_out
+    others = {}
+    for block in bound.others:
+        with torch.no_grad():
+            k = min(look.k, block.x[0].numel(), block.branch(block.x)[0].numel())
+        svd = jacobian_svd(block.branch, block.x, k, method=look.method, budget=look.budget, seed=look.seed)
+        others[block.name] = svd.S.mean(0) / (block.alpha if look.gauge == "J/alpha" else 1.0)
+    return laws, others
 
 
 def _bound(twin: nn.Module, source: Source, chosen: Sequence[int], pre: Preprocessing, look: Look) -> Bound:

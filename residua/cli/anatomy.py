@@ -43,8 +43,9 @@ class AnatomyOptions:
     """Also measure every checkpoint that the run kept (finetune and pretrain --keep 0 keep all)."""
     precision: Literal["float64", "float32"] = "float64"
     """float64 where a rank is claimed; float32 is twice as fast on a CPU, much more on most GPUs."""
-    method: Literal["auto", "dense", "lanczos"] = "auto"
-    """auto: dense Jacobians up to about 2,000 dimensions, matrix-free beyond."""
+    method: Literal["auto", "dense", "formed", "lanczos"] = "auto"
+    """dense: form Jacobians and decompose them; formed: form them and find the top by Lanczos; lanczos: never form
+    them; auto: by size, dense to about 400 dimensions, formed to about 2,900."""
     budget: float = 2.0
     """GiB that products with Jacobians may take at once."""
     seed: int = 0
@@ -70,6 +71,8 @@ def anatomy(args: list[str]) -> None:
 
     o = tyro.cli(AnatomyOptions, args=args, prog="residua anatomy")
     run = Path(o.model).expanduser()
+    if o.every_checkpoint and not (run / "checkpoints").is_dir():
+        raise ValueError(f"--every-checkpoint is for a run, and {o.model} is none: it has no folder checkpoints")
     model = open_any(o.model, o.weights, img_size(o.img_size))
     splits = residua.data.load(o.data or data_of(o.model))
     look = Look(
@@ -79,7 +82,8 @@ def anatomy(args: list[str]) -> None:
     device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")
     found = study(model, splits, o.split, look, device=device, progress=_progress)
     if found.left_out:
-        note(f"left out, because their stream has another shape than that of most: {', '.join(found.left_out)}")
+        n = len(found.parts[0].laws.names)
+        note(f"of another shape than the {n} blocks compared, only singular values: {', '.join(found.left_out)}")
     for part in found.parts:
         laws = part.laws
         title = f"{len(laws.S)} {part.split} images, {len(laws.names)} blocks, top {laws.S.shape[-1]}, gauge {o.gauge}"

@@ -120,16 +120,20 @@ def _table(outcomes: list[Any], setting: str) -> Table:
 
     several = len({outcome.case.seed for outcome in outcomes}) > 1
     over = "mean ± deviation over seeds" if several else "means over samples"
-    drawn = Table(title=f"{over}; RA1 | RA2 | RA3 | RA4, two numbers each", title_justify="left")
-    short = [name.split(" ", 1)[1] for name in PANELS]
-    for i, heading in enumerate(("", "gauge", setting, "test %", *short, "laws")):
-        drawn.add_column(heading, justify="left" if i < 2 else "right")
+    pairs: dict[str, list[str]] = {}
+    for name in PANELS:
+        pairs.setdefault(name[:3], []).append(name)
+    legend = "; ".join(f"{law}: {', '.join(name[4:] for name in names)}" for law, names in pairs.items())
+    drawn = Table(title=f"{over}, two numbers a law", title_justify="left", caption=legend, caption_justify="left")
+    gauges = len(outcomes[0].laws) > 1
+    for heading in ("", *(["gauge"] if gauges else []), setting, "test %", *pairs, "holds"):
+        drawn.add_column(heading, justify="left" if heading in ("", "gauge", "holds") else "right")
     for series, gauge in series_of(outcomes):
         found = {name: {p.x: p for p in points(outcomes, series, name, gauge)} for name in PANELS}
         for right in accuracies(outcomes, series):
-            cells = [_cell(found[name].get(right.x), several) for name in PANELS]
+            cells = ["\n".join(_cell(found[n].get(right.x), several) for n in names) for names in pairs.values()]
             holds = laws_that_hold([o.laws[gauge] for o in outcomes if (o.case.series, o.case.x) == (series, right.x)])
-            drawn.add_row(series, gauge, f"{right.x:g}", _cell(right, several, 1), *cells, holds)
+            drawn.add_row(series, *([gauge] if gauges else []), f"{right.x:g}", _cell(right, several, 1), *cells, holds)
     return drawn
 
 

@@ -19,7 +19,8 @@ class DataOptions:
     action: Positional[Literal["info", "preview"]]
     """info: counts, sizes, classes, statistics; preview: a grid of images as PNG."""
     data: Positional[str] = "shapes"
-    """shapes, digits, cifar10, cifar100, stl10, fashion-mnist, folder:PATH, parquet:PATH, hf:NAME, imagenet:PATH."""
+    """shapes, digits, cifar10, cifar100, stl10, mnist, fashion-mnist, folder:PATH, parquet:PATH, hf:NAME or
+    imagenet:PATH."""
     out: str = "preview.png"
     """preview: file to write."""
     n: int = 64

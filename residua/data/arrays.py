@@ -13,7 +13,7 @@ from residua.data import decode
 from residua.data.errors import DataError
 from residua.data.source import Source, Splits, Stats, fingerprint_of, moments_to_stats
 
-TORCHVISION = ("cifar10", "cifar100", "stl10", "fashion-mnist")
+TORCHVISION = ("cifar10", "cifar100", "stl10", "mnist", "fashion-mnist")
 
 
 class ArraySource(Source):
@@ -95,6 +95,7 @@ def load_torchvision(name: str, *, unlabeled: bool = False) -> Splits:
     make: dict[str, Callable[[str], Any]] = {
         "cifar10": lambda split: datasets.CIFAR10(root, train=split == "train", download=True),
         "cifar100": lambda split: datasets.CIFAR100(root, train=split == "train", download=True),
+        "mnist": lambda split: datasets.MNIST(root, train=split == "train", download=True),
         "fashion-mnist": lambda split: datasets.FashionMNIST(root, train=split == "train", download=True),
         "stl10": lambda split: datasets.STL10(
             root, split="unlabeled" if unlabeled and split == "train" else split, download=True

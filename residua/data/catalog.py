@@ -31,7 +31,7 @@ def load(spec: str, *, seed: int = 0, img_size: int | None = None) -> Splits:
     | `folder:PATH` | class folders, `train`/`test` folders, or any tree of images |
     | `parquet:PATH` | Hugging Face layout; `parquet:PATH?label=coarse_label&image=img` |
     | `hf:NAME` | the Hugging Face Hub; `?config=`, `?revision=`, `?label=`, `?image=` |
-    | `cifar10 cifar100 stl10 fashion-mnist imagenet:PATH` | torchvision's |
+    | `cifar10 cifar100 stl10 mnist fashion-mnist imagenet:PATH` | torchvision's |
 
     Of any labelled set `?classes=3` keeps the images of the first three classes. `img_size` is the size `shapes` is
     drawn at unless the spec says; stored images keep theirs.

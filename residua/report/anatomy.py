@@ -21,6 +21,7 @@ from residua.report.page import Cell, Page
 
 _GRID_BLOCKS = 16  # drawn of a deeper network
 _GRID_VALUES = 15
+_OTHER_VALUES = 10  # shown of blocks that are not compared
 _DRAWN_VALUES = 15
 
 LAWS = {
@@ -197,7 +198,8 @@ def anatomy_page(found: Anatomy, name: str, path: Path, moments: Sequence[Moment
     )
     if found.left_out:
         page.paragraph(
-            f"Left out, because their stream has another shape than that of most: {', '.join(found.left_out)}.",
+            f"Of another shape than the {len(first.names)} blocks compared, so only their singular values are given: "
+            f"{', '.join(found.left_out)}.",
             note=True,
         )
     for part in found.parts:
@@ -227,6 +229,9 @@ def law_tables(page: Page, laws: Mapping[str, Alignment]) -> None:
             holds = ["yes" if v[law][0] else "no" for v in verdicts.values() if law in v]
             rows.append([law, statement, told[0][1], *holds])
     page.table(["law", "statement", "holds if, on the mean over samples", *laws], rows, numbers=3)
+    unjudged = {f"{law}: {why}" for found in laws.values() for law, why in found.unjudged().items()}
+    if unjudged:
+        page.paragraph("Not judged: " + "; ".join(sorted(unjudged)) + ".", note=True)
     scalars = {name: found.scalars() for name, found in laws.items()}
     rows = []
     for name in next(iter(scalars.values())):
@@ -246,6 +251,15 @@ def _part(page: Page, part: Part, classes: Sequence[str] | None) -> None:
          "RA4: 1 / s_1 by block, mean and spread over samples, with the fitted line."),
     )  # fmt: skip
     grids(page, laws)
+    if part.others:
+        rows: list[list[str | Cell]] = [
+            [name, *(Cell(f"{float(s):.3g}", float(s)) for s in values[:_OTHER_VALUES])]
+            for name, values in part.others.items()
+        ]
+        width = max(len(row) for row in rows)
+        padded = [[*row, *[""] * (width - len(row))] for row in rows]
+        header = ["block", *(f"s_{i}" for i in range(1, width))]
+        page.table(header, padded, caption="Top singular values of blocks of other shapes, mean over samples.")
 
 
 def grids(page: Page, laws: Alignment) -> None:

@@ -84,10 +84,11 @@ def counterfactual_page(kind: str, setting: str, outcomes: Sequence[Outcome], sp
     first = outcomes[0]
     values = next(iter(first.laws.values()))
     spread = "networks of different seeds" if len({o.case.seed for o in outcomes}) > 1 else "samples"
+    varied = "whether they have shortcuts" if kind == "shortcut" else setting
     page.paragraph(
         f"{len(outcomes)} networks ({first.case.settings['model']}, {first.case.settings['data']}) that differ in "
-        f"{setting}, trained alike; top {values['k']} singular triplets of every block at {values['samples']} {split} "
-        f"images. Spreads are standard deviations over {spread}."
+        f"{varied}, trained alike; top {values['k']} singular triplets of every block of one shape at "
+        f"{values['samples']} {split} images. Spreads are standard deviations over {spread}."
     )
     page.paragraph("Gauges: " + "; ".join(GAUGES[gauge] for gauge in first.laws) + ".")
     page.heading("The four laws")
@@ -96,8 +97,8 @@ def counterfactual_page(kind: str, setting: str, outcomes: Sequence[Outcome], sp
     page.heading("1 / s_1 by block")
     for gauge in first.laws:
         lines = {f"{o.case.series} {o.case.x:g}": (o.laws[gauge]["inverse_s1"], o.laws[gauge]["inverse_s1_spread"])
-                 for o in outcomes if o.case.seed == 0}  # fmt: skip
-        page.figures((inverse_values(lines), f"RA4 in gauge {gauge}, seed 0."))
+                 for o in outcomes if o.case.seed == first.case.seed}  # fmt: skip
+        page.figures((inverse_values(lines), f"RA4 in gauge {gauge}, seed {first.case.seed}."))
     if setting == "depth" and len({o.case.x for o in outcomes}) > 1:
         page.heading("Against the total depth")
         found = {name: mean_s1(outcomes, name) for name in dict.fromkeys(o.case.series for o in outcomes)}

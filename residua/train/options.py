@@ -23,8 +23,8 @@ class DataConfig:
     """Images: where they come from and how they are seen."""
 
     data: str = "shapes"
-    """shapes, digits, cifar10, cifar100, stl10, fashion-mnist, folder:PATH, parquet:PATH, hf:NAME, imagenet:PATH; auto,
-    where a run is given: what it was trained on."""
+    """shapes, digits, cifar10, cifar100, stl10, mnist, fashion-mnist, folder:PATH, parquet:PATH, hf:NAME, imagenet:PATH
+    or auto, where a run is given: what it was trained on."""
     img_size: int | Auto = "auto"
     """Side of the square that images are cropped to; auto: from the typical size of the images."""
     scale: tuple[float, float] | Auto = (0.2, 1.0)

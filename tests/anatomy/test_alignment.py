@@ -1,5 +1,6 @@
 """The laws on blocks that are known: what they should say, and how it is said."""
 
+import io
 import json
 
 import pytest
@@ -83,3 +84,26 @@ def test_the_block_that_cannot_be_differentiated_is_named(aligned: tuple[list[Bl
     hard = Block("hard", lambda z: torch.from_numpy(z.detach().numpy()), end)
     with pytest.raises(NotDifferentiable, match="block hard: the map cannot be differentiated"):
         measure([*blocks, hard], end, k=2)
+
+
+def test_what_cannot_be_judged_is_said(aligned: tuple[list[Block], Tensor]) -> None:
+    blocks, end = aligned
+    two = measure(blocks[:2], blocks[2].x, k=3, classes=3)
+    assert set(two.verdicts()) == {"RA1", "RA2"}
+    assert two.unjudged() == {
+        "RA3": "needs more than C = 3 triplets, has 3",
+        "RA4": "a line through two blocks always fits",
+    }
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(two.table())
+    assert "not judged: needs more than C = 3 triplets, has 3" in console.export_text()
+    assert set(measure(blocks, end, k=3).unjudged()) == {"RA3"}
+
+
+def test_a_gauge_that_does_not_exist_is_refused(aligned: tuple[list[Block], Tensor]) -> None:
+    blocks, end = aligned
+    with pytest.raises(ValueError, match="choose J or J/alpha"):
+        measure(blocks, end, k=2, gauge="J/a")  # type: ignore[arg-type]
+    without = [Block(b.name, b.branch, b.x, 0.0) for b in blocks]
+    with pytest.raises(ValueError, match="has alpha 0"):
+        measure(without, end, k=2, gauge="J/alpha")

@@ -267,3 +267,37 @@ def test_the_method_follows_the_size() -> None:
     svd = jacobian_svd(lambda z: z @ flat.T, x, 5, method="formed")
     assert svd.converged.all()
     torch.testing.assert_close(svd.S, torch.ones(1, 5, dtype=torch.float64))
+
+
+def test_what_has_no_jacobian_is_refused_in_words() -> None:
+    x = torch.randn(2, 5, dtype=torch.float64)
+    with pytest.raises(NotDifferentiable, match="derivative is zero although the output changes"):
+        jacobian_svd(lambda z: 2 * z.detach(), x, 2)
+    with pytest.raises(NotDifferentiable, match="detached or rounded"):
+        jacobian_svd(lambda z: (100 * z).round(), x, 2)
+    with pytest.raises(ValueError, match="not finite"):
+        jacobian_svd(lambda z: z / 0, x, 2)
+    with pytest.raises(ValueError, match="returned a tuple"):
+        jacobian_svd(lambda z: (z, z), x, 2)
+    with pytest.raises(ValueError, match="must be positive"):
+        jacobian_svd(torch.tanh, x, 2, budget=0)
+    assert jacobian_svd(lambda z: 0 * z, x, 2).converged.all()  # a dead block is none of these
+
+
+def test_one_number_out_of_many() -> None:
+    x = torch.randn(3, 6, dtype=torch.float64)
+    svd = jacobian_svd(lambda z: z.square().sum(1), x, 1)
+    torch.testing.assert_close(svd.S[:, 0], 2 * x.norm(dim=1))
+    assert svd.U.shape == (3, 1)
+
+
+def test_residuals_are_told_for_small_values_of_large_jacobians() -> None:
+    """Cut off early, the flat rest of a spectrum has not converged, far below the largest value as it is."""
+    scale = torch.linspace(0.05, 0.03, 20_000)
+    scale[0] = 1.0
+    x = torch.zeros(1, 20_000)
+    svd = jacobian_svd(lambda z: z * scale, x, 10, rounds=6)
+    true = (svd.U * scale - svd.S[..., None] * svd.V).norm(dim=-1)
+    torch.testing.assert_close(svd.residual, torch.maximum(true, svd.residual), rtol=1e-3, atol=1e-6)
+    assert svd.converged[0, 0]
+    assert not svd.converged[0, 1:].any()

@@ -77,3 +77,19 @@ def test_single_precision_reaches_its_tolerance() -> None:
     exact = jacobian_svd(net.double(), x.double(), 10, method="dense")
     assert found.converged.all()
     torch.testing.assert_close(found.S.double(), exact.S, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_masks_that_leave_few_outputs_alive(dtype: torch.dtype) -> None:
+    """Directions run out on one side only, at another time in every sample, and what is left of them is rounding."""
+    a = torch.randn(3, 300, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 300**0.5
+    for matrix, alive in zip(a, (11, 50, 290)):
+        matrix[alive:] = 0
+    a = a.to(dtype)
+    u, s, v, _ = lanczos(Matrices(a), 8, 1e-9 if dtype == torch.float64 else 1e-5, 1000, 0)
+    close = 1e-8 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(s, torch.linalg.svdvals(a)[:, :8], rtol=close, atol=close)
+    torch.testing.assert_close(v @ a.mT, s[..., None] * u, rtol=0, atol=close)
+    torch.testing.assert_close(u @ a, s[..., None] * v, rtol=0, atol=close)
+    for basis in (u, v):
+        torch.testing.assert_close(basis @ basis.mT, torch.eye(8, dtype=dtype).expand(3, 8, 8), rtol=0, atol=close)

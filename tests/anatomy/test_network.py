@@ -79,6 +79,7 @@ def test_blocks_that_change_the_shape_are_masked_by_their_projection() -> None:
     torch.testing.assert_close(found.S, torch.linalg.svdvals(expected)[:, :5])
     laws = bind(net, torch.randn(2, 3, 8, 8, dtype=torch.float64))
     assert laws.left_out == ["blocks.2", "blocks.3"]
+    assert jacobian_svd(laws.others[0].branch, laws.others[0].x, 5).converged.all()
 
 
 def test_alignment_of_a_network_leaves_it_alone_and_scales_with_the_gauge(vit) -> None:
@@ -132,3 +133,12 @@ def test_wrong_inputs(vit) -> None:
         alignment(vit, torch.randn(1, 3, 8, 8), token=5)
     with pytest.raises(ValueError, match="at least two"):
         alignment(residua.create_model("resnet18", img_size=8, width=4, stages=(1, 1, 1, 1)), torch.randn(1, 3, 8, 8))
+
+
+def test_labels_tell_the_number_of_classes() -> None:
+    net = residua.create_model("resmlp", img_size=4, num_classes=3, depth=3, width=12)
+    images, labels = torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 2])
+    assert alignment(net, images, labels, k=5).classes == 3
+    assert alignment(net, images, k=5).classes is None
+    with pytest.raises(ValueError, match="no images"):
+        alignment(net, images[:0], k=5)
