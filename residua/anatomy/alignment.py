@@ -22,7 +22,17 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from .jacobian import JacobianSVD, Method, NotDifferentiable, Products, exact, formed_for, jacobian_svd
+from .jacobian import (
+    JacobianSVD,
+    Method,
+    NotDifferentiable,
+    Operator,
+    Products,
+    exact,
+    formed_for,
+    jacobian_svd,
+    says_what_to_do,
+)
 
 Gauge = Literal["J", "J/alpha"]
 Map = Callable[[Tensor], Tensor]
@@ -203,7 +213,8 @@ def measure(
 ) -> Alignment:
     """The four laws over blocks whose inputs and outputs have one shape; `end` (B, ...) is the stream after the last.
 
-    `k` triplets of every block; `classes` is the C of RA3. The path of RA1 is that of the measured gauge: streams
+    `k` triplets of every block; `classes` is the C of RA3. Memory: U and V of all blocks, and beside them what `budget`
+    (GiB) allows for products. The path of RA1 is that of the measured gauge: streams
     divided by what survives of the first, for "J/alpha".
     """
     if gauge not in get_args(Gauge):
@@ -221,21 +232,31 @@ def measure(
             raise NotDifferentiable(f"block {block.name}: {error}") from error
         if progress is not None:
             progress(i + 1, 2 * len(blocks))
-    u, v = (torch.stack([getattr(f, name).flatten(2) for f in found], 1) for name in ("U", "V"))  # (B, L, K, n)
+    u, v = ([getattr(f, name).flatten(2) for f in found] for name in ("U", "V"))  # L times (B, K, n)
     s = torch.stack([f.S * scale for f, scale in zip(found, scales)], 1)
+    at_once = max(1, int(budget * 2**30 / (4 * v[0].numel() * v[0].element_size())))
     grids: list[Tensor] = []
     swapped: list[Tensor] = []
     for i, (block, scale) in enumerate(zip(blocks, scales)):
-        products = formed_for(Products(block.branch, block.x, budget), 2 * len(blocks) * k)
-        for left, right, into in ((u, v, grids), (v, u, swapped)):
-            with exact():
-                pushed = products.push(right.flatten(1, 2)).unflatten(1, right.shape[1:3]) * scale
-                into.append(torch.einsum("bjkn,bjln->bjkl", left, pushed))  # (B, L, K, K): U_j^T J_i V_j, then V and U
-        swapped[-1] = swapped[-1].abs().mean(0)
+        with says_what_to_do(budget, len(end)), exact():
+            products = formed_for(Products(block.branch, block.x, budget), 2 * len(blocks) * k)
+            grids.append(_acted(products, u, v, at_once) * scale)
+            swapped.append(_acted(products, v, u, at_once).abs().mean(0) * scale)
         if progress is not None:
             progress(len(blocks) + i + 1, 2 * len(blocks))
     grid = torch.stack(grids, 1)  # (B, i, j, K, K)
     return _summary(blocks, end, grid, torch.stack(swapped), u, v, s, found, classes, gauge)
+
+
+def _acted(products: Operator, left: list[Tensor], right: list[Tensor], at_once: int) -> Tensor:
+    """(B, j, K, K) `left_j^T J right_j`, with the vectors of so many blocks j at once."""
+    found = []
+    k = right[0].shape[1]
+    for start in range(0, len(right), at_once):
+        own = slice(start, start + at_once)
+        pushed = products.push(torch.cat(right[own], 1)).split(k, 1)
+        found += [u @ w.mT for u, w in zip(left[own], pushed)]
+    return torch.stack(found, 1)
 
 
 def _summary(
@@ -243,8 +264,8 @@ def _summary(
     end: Tensor,
     grid: Tensor,
     swapped: Tensor,
-    u: Tensor,
-    v: Tensor,
+    u: list[Tensor],
+    v: list[Tensor],
     s: Tensor,
     found: Sequence[JacobianSVD],
     classes: int | None,
@@ -261,7 +282,7 @@ def _summary(
     if classes is not None and classes < s.shape[-1]:
         beyond = p[..., classes:].sum(-1)
         ratio = s[..., classes] / s[..., 0].clamp_min(tiny)
-        overlap_classes = _overlap(v[:, :, :classes])
+        overlap_classes = _overlap([own[:, :classes] for own in v])
     return Alignment(
         names=[block.name for block in blocks],
         alphas=[block.alpha for block in blocks],
@@ -275,7 +296,7 @@ def _summary(
         overlap_classes=overlap_classes,
         grid=grid.abs().mean(0),
         swapped=swapped,
-        left_right=(u[:, :, 0] * v[:, :, 0]).sum(-1).abs(),
+        left_right=torch.stack([(a[:, 0] * b[:, 0]).sum(-1).abs() for a, b in zip(u, v)], 1),
         beyond=beyond,
         ratio=ratio,
         rank=torch.special.entr(p).sum(-1),
@@ -298,12 +319,10 @@ def stream_points(blocks: Sequence[Block], end: Tensor, gauge: Gauge) -> Tensor:
     return torch.stack(points)
 
 
-def _overlap(v: Tensor) -> Tensor:
-    """(B, L, L) `|V_i^T V_j|_F^2 / K` of (B, L, K, n) orthonormal rows."""
-    flat = v.flatten(1, 2)
-    products = (flat @ flat.mT).square()  # (B, L * K, L * K)
-    blocks, k = v.shape[1:3]
-    return products.view(len(v), blocks, k, blocks, k).sum((2, 4)) / k
+def _overlap(v: list[Tensor]) -> Tensor:
+    """(B, L, L) `|V_i^T V_j|_F^2 / K` of L times (B, K, n) orthonormal rows."""
+    rows = [torch.stack([(a @ b.mT).square().sum((1, 2)) for b in v], 1) for a in v]
+    return torch.stack(rows, 1) / v[0].shape[1]
 
 
 def _line(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:

@@ -190,14 +190,15 @@ class Products:
 
     def _try_forward_mode(self) -> bool:
         """Fused kernels and custom functions may have no forward-mode derivative; the reverse mode twice does it."""
-        with exact(), torch.no_grad():
-            try:
+        try:
+            with exact(), torch.no_grad(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*torch.jit.script")  # torch tells itself
                 torch.func.jvp(self.f, (self.x,), (torch.zeros_like(self.x),))
-            except (RuntimeError, NotImplementedError) as error:
-                reason = (str(error) or type(error).__name__).splitlines()[0]
-                text = f"no forward-mode derivative, so products with J go by the reverse mode twice, slower: {reason}"
-                warnings.warn(text, stacklevel=4)
-                return False
+        except (RuntimeError, NotImplementedError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            text = f"no forward-mode derivative, so products with J go by the reverse mode twice, slower: {reason}"
+            warnings.warn(text, stacklevel=4)
+            return False
         return True
 
     def linearize(self) -> None:

@@ -50,6 +50,8 @@ class Look:
     method: Method = "auto"
     budget: float = 2.0
     """GiB for one chunk of products."""
+    classes: int | None = None
+    """C of RA3; default: the number of classes that a classifier of ours was trained on."""
     seed: int = 0
     """Chooses the images and the plane that paths are drawn in."""
 
@@ -184,8 +186,8 @@ def _laws(
 ) -> tuple[Alignment, dict[str, Tensor]]:
     bound = _bound(twin, source, balanced(source, look.images, look.seed), pre, look)
     laws = measure(
-        bound.blocks, bound.end, min(look.k, bound.blocks[0].x[0].numel()), classes=trained_classes(model),
-        gauge=look.gauge, method=look.method, budget=look.budget, seed=look.seed, progress=progress,
+        bound.blocks, bound.end, min(look.k, bound.blocks[0].x[0].numel()), gauge=look.gauge, method=look.method,
+        classes=look.classes or trained_classes(model), budget=look.budget, seed=look.seed, progress=progress,
     )  # fmt: skip
     others = {}
     for block in bound.others:

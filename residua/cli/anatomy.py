@@ -41,6 +41,8 @@ class AnatomyOptions:
     """Which images."""
     every_checkpoint: bool = False
     """Also measure every checkpoint that the run kept (finetune and pretrain --keep 0 keep all)."""
+    classes: int | None = None
+    """Of RA3: how many classes it was trained on; default: known of classifiers of ours."""
     precision: Literal["float64", "float32"] = "float64"
     """float64 where a rank is claimed; float32 is twice as fast on a CPU, much more on most GPUs."""
     method: Literal["auto", "dense", "formed", "lanczos"] = "auto"
@@ -77,7 +79,7 @@ def anatomy(args: list[str]) -> None:
     splits = residua.data.load(o.data or data_of(o.model))
     look = Look(
         k=o.top, images=o.images, gauge=o.gauge, token=o.token, precision=o.precision, method=o.method,
-        budget=o.budget, seed=o.seed,
+        budget=o.budget, classes=o.classes, seed=o.seed,
     )  # fmt: skip
     device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")
     found = study(model, splits, o.split, look, device=device, progress=_progress)
