@@ -2,25 +2,32 @@
 
     python benchmarks/uvit_step.py --case uvit-s-32 --modes eager compiled recorded
     python benchmarks/uvit_step.py --case uvit-m-latent --modes eager compiled recorded
+    python benchmarks/uvit_step.py --case uvit-s-32 --modes recorded --released U-ViT    # a checkout of baofff/U-ViT
     python benchmarks/uvit_step.py --case cpu
 
 Peers, put together from timm's parts: `original` has the structure of the released U-ViT (queries, keys and values
 cast to float32 before `scaled_dot_product_attention`, which autocast casts back; long skips concatenated; patches by
 convolution), `timm blocks` is the same without those casts. Every contestant predicts noise with a mean squared error
-and trains with fused AdamW, in bf16 under autocast on CUDA, on fixed random images. `--modes recorded` compiles, and
-replays the whole step, optimiser included, as one CUDA graph, which is how our loop trains on one GPU.
+and trains with fused AdamW, in bf16 under autocast on CUDA, on fixed random images, and keeps a moving average of its
+weights by one fused operation. `--modes recorded` compiles, and replays the whole step, optimiser included, as one CUDA
+graph, which is how our loop trains on one GPU. `--released` adds the released code itself, network and training step as
+its authors run them: their noise, AdamW, rate schedule and moving average (needs einops and absl-py); and prints how
+far our network is from theirs with the same weights.
 """
 
 import argparse
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from timm.layers import PatchEmbed
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
@@ -28,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import residua
+from residua.train.optim import Average
 from residua.train.recorded import Recorded
 
 CASES = {
@@ -122,7 +130,7 @@ def measure(build: Callable[[], nn.Module], case: dict, device: str, mode: str, 
     model = build().to(device).train()
     if mode != "eager":
         model.compile()
-    recorded = mode == "recorded"
+    average, recorded = Average(model, 0.9999), mode == "recorded"
     rate = torch.tensor(2e-4, device=device) if recorded else 2e-4
     optimizer = torch.optim.AdamW(
         model.parameters(), rate, betas=(0.99, 0.999), weight_decay=0.03, fused=True, capturable=recorded
@@ -140,7 +148,58 @@ def measure(build: Callable[[], nn.Module], case: dict, device: str, mode: str, 
         optimizer.zero_grad(set_to_none=True)
         return loss.detach(), loss.detach()
 
-    call = Recorded(step) if recorded else step
+    replay = Recorded(step) if recorded else step
+
+    def call() -> None:
+        replay()
+        average.update(100_000)
+
+    return clock(call, device, rounds)
+
+
+def released(folder: Path, case: dict, device: str) -> Callable[[], None]:
+    """A training step of the released code."""
+    sys.path.insert(0, str(folder))
+    import sde  # type: ignore[import-not-found]
+    import utils  # type: ignore[import-not-found]
+
+    half = "bf16" if device == "cuda" else "no"
+    accelerator = Accelerator(mixed_precision=half, cpu=device == "cpu")
+    sizes = {key: value for key, value in case.items() if key != "batch"}
+    state = utils.initialize_train_state(
+        SimpleNamespace(
+            nnet=dict(name="uvit", **sizes),
+            optimizer=dict(name="adamw", lr=2e-4, weight_decay=0.03, betas=(0.99, 0.999)),
+            lr_scheduler=dict(name="customized", warmup_steps=2500),
+        ),
+        accelerator.device,
+    )
+    network, _, optimizer = accelerator.prepare(state.nnet, state.nnet_ema, state.optimizer)
+    score = sde.ScoreModel(network, pred="noise_pred", sde=sde.VPSDE())
+    x = torch.randn(case["batch"], case["in_chans"], case["img_size"], case["img_size"], device=accelerator.device)
+    ours, t = residua.create_model("uvit", **sizes), 999 * torch.rand(2)
+    ours.load_state_dict(state.nnet.state_dict(), strict=False)
+    with torch.no_grad():
+        theirs = state.nnet_ema.cpu()(x[:2].cpu(), t)  # as state.nnet, not yet trained
+        difference = (ours.eval()(x[:2].cpu(), t) - theirs).norm() / theirs.norm()
+    state.nnet_ema.to(x.device)
+    print(f"released code: with the same weights ours differs by {float(difference):.1e} of its output, on the CPU")
+
+    def call() -> None:
+        network.train()
+        optimizer.zero_grad()
+        loss = sde.LSimple(score, x, pred="noise_pred")
+        accelerator.gather(loss.detach()).mean()
+        accelerator.backward(loss.mean())
+        optimizer.step()
+        state.lr_scheduler.step()
+        state.ema_update(0.9999)
+
+    return call
+
+
+def clock(call: Callable[[], None], device: str, rounds: int) -> tuple[float, float]:
+    """Median seconds of a call, and peak memory in GiB."""
     for _ in range(5):
         call()
     sync = torch.cuda.synchronize if device == "cuda" else (lambda: None)
@@ -176,6 +235,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=["eager", "compiled", "recorded"], default=["eager", "compiled"])
     parser.add_argument("--only", nargs="+", help="names of contestants")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--released", type=Path, help="a checkout of the released U-ViT, to be measured too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
@@ -185,17 +245,22 @@ def main() -> None:
     chip = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     case = CASES[args.case]
     work = flops_per_step(case)
-    rows = []
+    rows: list[dict] = []
+
+    def report(name: str, mode: str, seconds: float, peak: float) -> None:
+        mfu = 100 * work / seconds / H200_PEAK if "H200" in chip else float("nan")
+        rows.append(dict(name=name, mode=mode, seconds=seconds, images_per_s=case["batch"] / seconds,
+                         mfu=mfu, peak_gib=peak))  # fmt: skip
+        print(f"{args.case:14} {name:16} {mode:10} {1e3 * seconds:8.2f} ms  {case['batch'] / seconds:10,.0f} img/s"
+              f"  MFU {mfu:5.1f} %  {peak:6.2f} GiB", flush=True)  # fmt: skip
+
+    if args.released:
+        report("released code", "eager", *clock(released(args.released, case, device), device, args.rounds))
     for name, build in contestants(case).items():
         if args.only and name not in args.only:
             continue
         for mode in args.modes:
-            seconds, peak = measure(build, case, device, mode, args.rounds)
-            mfu = 100 * work / seconds / H200_PEAK if "H200" in chip else float("nan")
-            rows.append(dict(name=name, mode=mode, seconds=seconds, images_per_s=case["batch"] / seconds,
-                             mfu=mfu, peak_gib=peak))  # fmt: skip
-            print(f"{args.case:14} {name:16} {mode:10} {1e3 * seconds:8.2f} ms  {case['batch'] / seconds:10,.0f} img/s"
-                  f"  MFU {mfu:5.1f} %  {peak:6.2f} GiB", flush=True)  # fmt: skip
+            report(name, mode, *measure(build, case, device, mode, args.rounds))
     print_ratios(rows)
     if args.json:
         args.json.write_text(json.dumps(dict(case=args.case, chip=chip, torch=torch.__version__, rows=rows), indent=1))

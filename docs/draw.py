@@ -14,13 +14,16 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import residua
 from residua.evaluate import Report
 from residua.recipes.summary import compare, read_summary
 from residua.report import figures, gallery
+from residua.report.curves import epoch_curves
 from residua.report.runs import by_depth
 from residua.report.sweep import numeric_setting, setting_curves
+from residua.train import read_metrics
 
 RECORDS, IMAGES = (Path(__file__).parent / name for name in ("records", "images"))
 RUNS = {
@@ -28,10 +31,23 @@ RUNS = {
     "tiny-imagenet": {
         "alpha_min 1.0": "tiny-imagenet-22k-alpha-1.0-seed-0",
         "alpha_min 0.9": "tiny-imagenet-22k-alpha-0.9-seed-0",
+        "alpha_min 0.8": "tiny-imagenet-22k-alpha-0.8-seed-0",
+        "annealed to 0.7": "tiny-imagenet-22k-anneal-0.7-seed-0",
+    },
+    "cifar100-diffusion": {
+        "alpha_min 1.0": "cifar100-diffusion-8k-alpha-1.0-seed-0",
+        "alpha_min 0.7": "cifar100-diffusion-8k-alpha-0.7-seed-0",
     },
 }
 """Prefix of the figures -> label -> record of the run."""
 METRICS = {"demo": ("linear probe", "entropy rank"), "tiny-imagenet": ("linear probe", "kNN", "entropy rank")}
+"""Scores drawn by block, from evaluation.json."""
+ALONG = {
+    "tiny-imagenet": {"eval/linear_probe": ("linear probe", "%"), "eval/kNN": ("kNN", "%")},
+    "cifar100-diffusion": {"loss": ("training loss", "")},
+}
+"""What is drawn along training, from metrics.jsonl."""
+SMOOTH = 10  # neighbouring losses whose mean is a point of a curve
 PICTURES = {
     "reconstructions": gallery.reconstructions,
     "feature-maps": gallery.patch_maps,
@@ -47,9 +63,9 @@ def numbers(out: Path = IMAGES) -> list[Path]:
     """Every figure of numbers whose record is there."""
     drawn = []
     for prefix, runs in RUNS.items():
-        files = {label: RECORDS / name / "evaluation.json" for label, name in runs.items()}
-        if all(file.exists() for file in files.values()):
-            drawn += by_block(prefix, files, out)
+        folders = {label: RECORDS / name for label, name in runs.items()}
+        if all(folder.exists() for folder in folders.values()):
+            drawn += by_block(prefix, folders, out) + along(prefix, folders, out)
         else:
             print(f"no records of {prefix}: its figures stay as they are", file=sys.stderr)
     for file in sorted(RECORDS.glob("*/summary.json")):
@@ -57,18 +73,51 @@ def numbers(out: Path = IMAGES) -> list[Path]:
     return drawn
 
 
-def by_block(prefix: str, files: dict[str, Path], out: Path) -> list[Path]:
-    """Scores by block, beside the baselines of the last run."""
+def by_block(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
+    """Scores by block, beside the baselines of the first run."""
+    drawn: list[Path] = []
+    if prefix not in METRICS:
+        return drawn
+    files = {label: folder / "evaluation.json" for label, folder in folders.items()}
     reports = {label: Report.from_dict(json.loads(file.read_text())) for label, file in files.items()}
-    *_, last = reports.values()
-    drawn = []
+    first = next(iter(reports.values()))
     for metric in METRICS[prefix]:
         curves = {label: by_depth(report, metric) for label, report in reports.items()}
-        pixels = next(iter(by_depth(last, metric, "pixels").values()))
-        baselines = {"random init": by_depth(last, metric, "random init"), "pixels": pixels}
+        pixels = next(iter(by_depth(first, metric, "pixels").values()))
+        baselines = {"random init": by_depth(first, metric, "random init"), "pixels": pixels}
         unit = "nats" if metric == "entropy rank" else "%"
         drawn.append(save(figures.depth_curves(metric, curves, baselines, unit), out / f"{prefix}-{slug(metric)}.png"))
     return drawn
+
+
+def along(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
+    """Losses after the warm-up; scores while training, and their gains over the first run."""
+    drawn = []
+    for key, (metric, unit) in ALONG.get(prefix, {}).items():
+        curves = {
+            label: _losses(folder) if key == "loss" else _scores(folder, key) for label, folder in folders.items()
+        }
+        figure = epoch_curves(metric, {label: [curve] for label, curve in curves.items()}, unit)
+        drawn.append(save(figure, out / f"{prefix}-along-{slug(metric)}.png"))
+        if key != "loss":
+            (_, first), *others = curves.items()
+            gains = {label: [{epoch: curve[epoch] - first[epoch] for epoch in first}] for label, curve in others}
+            figure = epoch_curves(f"gain in {metric}", gains, "points")
+            drawn.append(save(figure, out / f"{prefix}-along-gain-{slug(metric)}.png"))
+    return drawn
+
+
+def _scores(run: Path, key: str) -> dict[float, float]:
+    """Epoch -> score."""
+    return {row["epoch"]: row[key] for row in read_metrics(run) if key in row}
+
+
+def _losses(run: Path) -> dict[float, float]:
+    """Epoch -> mean loss of the records before it, without the first fifth."""
+    rows = read_metrics(run)
+    rows = rows[len(rows) // 5 :]
+    parts = [rows[i : i + SMOOTH] for i in range(0, len(rows) - SMOOTH + 1, SMOOTH)]
+    return {part[-1]["epoch"]: fmean(row["loss"] for row in part) for part in parts}
 
 
 def sweep(file: Path, out: Path) -> list[Path]:
@@ -85,7 +134,7 @@ def sweep(file: Path, out: Path) -> list[Path]:
 
 def pictures(prefix: str, runs: Sequence[Path], out: Path = IMAGES) -> list[Path]:
     """What a document shows of models at work."""
-    models = {label: residua.load(run) for label, run in zip(RUNS[prefix], runs, strict=True)}
+    models = {label: residua.load(run) for label, run in zip(RUNS[prefix], runs)}
     splits = residua.data.load(residua.train.Pretrain.read(runs[0] / "config.yaml").data.data)
     return [save(PICTURES[name](models, splits), out / f"{prefix}-{name}.png") for name in SHOWN[prefix]]
 
