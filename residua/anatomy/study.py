@@ -17,6 +17,7 @@ from residua.adapt.foreign import preprocessing_of
 from residua.data import DataError, Preprocessing, Source, Splits
 from residua.evaluate.reading import frozen
 from residua.nn import Classifier, ResNet, SiT, UniformNet, UViT
+from residua.nn.diffusion import noised
 from residua.train.checkpoint import checkpoints, load
 
 from .alignment import Alignment, Gauge, measure, stream_points
@@ -44,6 +45,8 @@ class Look:
     gauge: Gauge = "J"
     token: int | None = None
     """Of transformers: the Jacobian of this token alone, instead of all tokens together."""
+    time: float = 0.1
+    """Of diffusion models: the noise level in (0, 1) of what they are shown."""
     per_class: int = 10
     """Images of a class whose paths are drawn."""
     precision: Precision = "float64"
@@ -126,10 +129,10 @@ def study(
 
 def check(model: nn.Module, splits: Splits, look: Look) -> None:
     """Refuse what cannot be measured, before anything is."""
-    if isinstance(model, UViT | SiT):
-        raise ValueError(
-            "a diffusion model has no residual stream without a time: call residua.anatomy.alignment(model, x_t, t)"
-        )
+    if getattr(model, "autoencoder", None) is not None:
+        raise ValueError("a model of latents is not shown images: call residua.anatomy.alignment(model, x_t, t)")
+    if not 0 < look.time < 1:
+        raise ValueError(f"time is {look.time:g}; choose a noise level in (0, 1)")
     try:
         steps = stream(model)
     except (TypeError, ValueError) as error:
@@ -171,7 +174,7 @@ def _part(
     laws, others = _laws(model, twin, source, pre, look, progress)
     drawn = _drawn(source, look)
     path = _bound(twin, source, drawn, pre, look)
-    collapse, accuracy = layers(model, source, pre, device, look.seed)
+    collapse, accuracy = layers(model, source, pre, device, look.seed, look.time)
     labels = None if source.labels is None else torch.from_numpy(source.labels[drawn])
     return Part(name, laws, _plane(path, look), labels, collapse, accuracy, others), list(others)
 
@@ -199,9 +202,26 @@ def _laws(
 
 
 def _bound(twin: nn.Module, source: Source, chosen: Sequence[int], pre: Preprocessing, look: Look) -> Bound:
-    images = pre([source.read(int(i), max(pre.img_size)) for i in chosen])
-    weight = next(twin.parameters())
-    return bind(twin, images.to(weight.device, weight.dtype), token=look.token)
+    return bind(twin, *_shown(twin, source, chosen, pre, look.seed, look.time), token=look.token)
+
+
+def _shown(
+    model: nn.Module, source: Source, chosen: Sequence[int], pre: Preprocessing, seed: int, time: float
+) -> tuple[Tensor, ...]:
+    """What a network is called with for some images: themselves, or noised, with the time and their labels."""
+    weight = next(model.parameters())
+    images = pre([source.read(int(i), max(pre.img_size)) for i in chosen]).to(weight.device, weight.dtype)
+    if not isinstance(model, UViT | SiT):
+        return (images,)
+    own: Any = model
+    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(images)
+    t = images.new_full((len(images),), time)
+    context = [noised(own.process, images, noise, t), own.process.time_input(t)]
+    if own.num_classes is not None:
+        if source.labels is None:
+            raise DataError(f"{source.name} has no labels, and the model is told them")
+        context.append(torch.from_numpy(source.labels[list(chosen)]).to(weight.device))
+    return tuple(context)
 
 
 def _drawn(source: Source, look: Look) -> list[int]:
@@ -249,7 +269,7 @@ def preprocessing(model: nn.Module, train: Source) -> Preprocessing:
 
 @torch.no_grad()
 def layers(
-    model: nn.Module, source: Source, pre: Preprocessing, device: torch.device, seed: int = 0
+    model: nn.Module, source: Source, pre: Preprocessing, device: torch.device, seed: int = 0, time: float = 0.1
 ) -> tuple[dict[str, Collapse], float | None]:
     """Neural collapse of every layer's pooled features and, of a classifier, its accuracy in percent."""
     if source.labels is None:
@@ -258,8 +278,8 @@ def layers(
     parts: list[dict[str, Tensor]] = []
     with frozen(model, device):
         for start in range(0, len(chosen), _BATCH):
-            images = pre([source.read(i, max(pre.img_size)) for i in chosen[start : start + _BATCH]])
-            parts.append({name: x.float().cpu() for name, x in _features(model, images.to(device)).items()})
+            shown = _shown(model, source, chosen[start : start + _BATCH], pre, seed, time)
+            parts.append({name: x.float().cpu() for name, x in _features(model, *shown).items()})
     read = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     labels = torch.from_numpy(source.labels[chosen])
     head: Any = getattr(model, "head", None)
@@ -277,13 +297,13 @@ def layers(
     return found, accuracy
 
 
-def _features(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
+def _features(model: nn.Module, images: Tensor, *context: Tensor) -> dict[str, Tensor]:
     """Pooled features of every layer; of a classifier the last are those that its head sees, with its logits."""
     if not is_own(model):
         tokens: dict[str, Tensor] = {}
         last_tokens = Foreign(model).forward_features(images, tokens.__setitem__)
         return {name.removesuffix(".mlp"): x.mean(1) for name, x in tokens.items()} | {"last": last_tokens.mean(1)}
-    steps = stream(model, images)
+    steps = stream(model, images, *context)
     network: Any = model
     inputs: list[Any] = [step.input for step in steps]
     last = steps[-1]
@@ -346,6 +366,8 @@ def along(
 def _score(
     model: nn.Module, source: Source, splits: Splits, pre: Preprocessing, device: torch.device, seed: int
 ) -> float | None:
+    if isinstance(model, UViT | SiT):
+        return None
     if trained_classes(model) is not None or source.labels is None:
         return layers(model, source, pre, device, seed)[1]
     if splits.test is None or splits.test.labels is None:

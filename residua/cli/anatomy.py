@@ -21,8 +21,8 @@ class AnatomyOptions:
     """Residual Alignment: what the blocks of a trained network do, measured by the Jacobians of their branches."""
 
     model: Positional[str]
-    """A run or a checkpoint (classifiers, autoencoders, encoders), or a model by name: torchvision:resnet18,
-    timm:NAME, transformers:FOLDER."""
+    """A run or a checkpoint (classifiers, autoencoders, encoders, diffusion models), or a model by name:
+    torchvision:resnet18, timm:NAME, transformers:FOLDER."""
     weights: str | None = None
     """Of a model by name: a file of weights instead of the published ones, or random."""
     img_size: tuple[int, ...] = ()
@@ -37,6 +37,8 @@ class AnatomyOptions:
     """Of faded shortcuts: the branch's own Jacobian, or that of the ordinary network it is equivalent to."""
     token: int | None = None
     """Of transformers: the Jacobian of this token alone (0: the class token), which is small; default: all tokens."""
+    time: float = 0.1
+    """Of diffusion models: the noise level in (0, 1) at which they are looked at."""
     split: Literal["train", "test", "both"] = "both"
     """Which images."""
     every_checkpoint: bool = False
@@ -78,7 +80,7 @@ def anatomy(args: list[str]) -> None:
     model = open_any(o.model, o.weights, img_size(o.img_size))
     splits = residua.data.load(o.data or data_of(o.model))
     look = Look(
-        k=o.top, images=o.images, gauge=o.gauge, token=o.token, precision=o.precision, method=o.method,
+        k=o.top, images=o.images, gauge=o.gauge, token=o.token, time=o.time, precision=o.precision, method=o.method,
         budget=o.budget, classes=o.classes, seed=o.seed,
     )  # fmt: skip
     device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,6 +1,7 @@
 """Networks looked at from all sides, and networks that differ in one thing."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import residua
 from residua.anatomy import counterfactual, neural_collapse
 from residua.anatomy.counterfactual import plan, points, run
 from residua.anatomy.study import Look, along, balanced, study
-from residua.data import DataError
+from residua.data import DataError, Preprocessing
+from residua.nn.diffusion import VP
 
 LOOK = Look(k=6, images=3, per_class=2)
 QUICK: dict[str, Any] = {"width": 12, "depths": (3,), "epochs": 1.0}
@@ -93,8 +95,10 @@ def test_encoders_have_no_c_and_no_head() -> None:
 def test_what_cannot_be_studied_is_refused(digits: residua.data.Splits) -> None:
     with pytest.raises(ValueError, match="no residual blocks found"):
         study(torch.nn.Linear(2, 2), digits)
-    with pytest.raises(ValueError, match="without a time"):
-        study(residua.create_model("uvit", img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2), digits)
+    latent = residua.create_model("uvit", img_size=8, patch_size=4, in_chans=4, embed_dim=12, depth=2, num_heads=2)
+    latent.autoencoder = object()
+    with pytest.raises(ValueError, match="not shown images"):
+        study(latent, digits)
     with pytest.raises(DataError, match="takes 3"):
         study(residua.create_model("resmlp", img_size=8, depth=2, width=4), digits)
     with pytest.raises(ValueError, match="split is 'valid'"):
@@ -177,3 +181,33 @@ def test_every_checkpoint_of_a_run(tmp_path: Path, digits: residua.data.Splits) 
     assert all(0 <= moment.score <= 100 for moment in moments)
     with pytest.raises(ValueError, match="no checkpoints"):
         along(tmp_path, digits, LOOK)
+
+
+@pytest.mark.parametrize("told", [None, 3])
+def test_a_diffusion_model_is_looked_at_through_noise(digits: residua.data.Splits, told: int | None) -> None:
+    model = residua.create_model(
+        "uvit",
+        img_size=8,
+        patch_size=4,
+        in_chans=1,
+        embed_dim=12,
+        depth=2,
+        num_heads=2,
+        num_classes=told,
+        zero_init=False,
+    )
+    model.process, model.preprocessing = VP(), Preprocessing((8, 8), (0.5,), (0.5,), 1)
+    (part,) = study(model, digits, "test", replace(LOOK, time=0.3)).parts
+    assert part.laws.S.shape == (3, 6, 6)
+    assert next(iter(part.collapse)) == "embed"
+    other = study(model, digits, "test", replace(LOOK, time=0.6)).parts[0]
+    assert not torch.allclose(part.laws.S, other.laws.S)
+    with pytest.raises(ValueError, match="noise level"):
+        study(model, digits, "test", replace(LOOK, time=0.0))
+
+
+def test_blocks_of_other_shapes_are_measured_by_themselves(digits: residua.data.Splits) -> None:
+    model = residua.create_model("resconv_down", img_size=8, in_chans=1, num_classes=3, depth=4, width=4).eval()
+    (part,) = study(model, digits, "test", LOOK).parts
+    assert {name: len(values) for name, values in part.others.items()} == {"blocks.2": 6, "blocks.3": 6}
+    assert json.loads(json.dumps(part.to_dict()))["others"]["blocks.2"][0] > 0
