@@ -110,6 +110,8 @@ def plan(
         raise ValueError(f"{kind} varies something else: give one depth, not {len(depths)}")
     if seeds < 1 or min(depths) < 2:
         raise ValueError(f"{seeds} seeds and depths {tuple(depths)}: give at least one seed and two blocks")
+    if network == "resconv_down" and min(depths) < 4:
+        raise ValueError(f"depths {tuple(depths)}: resconv_down needs 4 blocks or more, so that two are of one shape")
     base = RECIPE | {"model": network, "data": data, "width": width, "depth": depths[0], "alpha_min": 1.0} | recipe
     varied: list[tuple[str, float, dict[str, Any]]]
     match kind:

@@ -286,11 +286,11 @@ def layers(
     classifier = trained_classes(model) is not None
     decisions = read.pop("logits").argmax(1) if classifier else None
     weight = head.weight.detach().cpu() if classifier else None
-    last = list(read)[-1]
     found: dict[str, Collapse] = {}
     for name, features in read.items():
         try:
-            found[name] = neural_collapse(features, labels, weight if name == last else None, decisions)
+            own = weight if weight is not None and features.shape[1] == weight.shape[1] else None
+            found[name] = neural_collapse(features, labels, own, decisions)
         except ValueError:  # one class, one sample each, or features that are all the same
             continue
     accuracy = None if decisions is None else 100 * float((decisions == labels).double().mean())

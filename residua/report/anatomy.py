@@ -144,20 +144,25 @@ def inverse_values(groups: Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 @styled
 def collapse_curves(parts: Mapping[str, Mapping[str, Collapse]]) -> Figure:
-    """NC1, NC2 and NC4 by layer, a line a split."""
-    figure = Figure((7.4, 4.8), layout="constrained")
-    grid = figure.subplots(2, 2).flat
-    panels = (
-        ("nc1", "NC1: within / between"), ("nc2_norms", "NC2: variation of norms"),
-        ("nc2_angles", "NC2: deviation of angles"), ("nc4", "NC4: nearest mean agrees (%)"),
-    )  # fmt: skip
-    for axes, (field, text) in zip(grid, panels):
+    """NC1 to NC4 by layer, a line a split; NC3 and NC4 at the layers where a classifier's rows and decisions are."""
+    panels = {
+        "nc1": "NC1: within / between", "nc2_norms": "NC2: variation of norms",
+        "nc2_angles": "NC2: deviation of angles", "nc3": "NC3: distance of rows and means",
+        "nc4": "NC4: nearest mean agrees (%)",
+    }  # fmt: skip
+    everything = [c for part in parts.values() for c in part.values()]
+    shown = [field for field in panels if any(getattr(c, field) is not None for c in everything)]
+    figure = Figure((10.5 if len(shown) > 4 else 7.4, 4.8), layout="constrained")
+    grid = figure.subplots(2, 3 if len(shown) > 4 else 2).flat
+    for axes in grid[len(shown) :]:
+        axes.remove()
+    for axes, field in zip(grid, shown):
+        text = panels[field]
         drawn: list[float] = []
         for name, style in run_styles(parts).items():
-            values = [getattr(c, field) for c in parts[name].values()]
-            if all(v is not None for v in values):
-                axes.plot(range(len(values)), values, label=label(name), **style)
-                drawn += values
+            found = {i: v for i, c in enumerate(parts[name].values()) if (v := getattr(c, field)) is not None}
+            axes.plot(list(found), list(found.values()), label=label(name), **style)
+            drawn += found.values()
         log_scale(axes, drawn if field == "nc1" else [])
         axes.set_xlabel("layer (0: before the first block)")
         axes.set_title(text, fontsize=10, loc="left")
