@@ -1,5 +1,7 @@
 """The laws on networks: blocks bound as the forward pass has them, and derivatives that are those of the network."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,3 +144,38 @@ def test_labels_tell_the_number_of_classes() -> None:
     assert alignment(net, images, k=5).classes is None
     with pytest.raises(ValueError, match="no images"):
         alignment(net, images[:0], k=5)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "resmlp": {"depth": 3, "width": 40},
+    "resconv": {"depth": 2, "width": 4},
+    "resconv_down": {"depth": 4, "width": 4},
+    "resnet18": {"width": 4, "stages": (2, 1, 1, 1)},
+    "resnet50": {"width": 4, "stages": (1, 2, 1, 1)},
+    "vit": {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "zero_init": False},
+    "uvit": {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "zero_init": False},
+}
+
+
+@pytest.mark.parametrize("alpha_min", [1.0, 0.6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_block_of_every_network_against_a_dense_decomposition(kind: str, alpha_min: float) -> None:
+    torch.manual_seed(1)
+    net = residua.create_model(kind, img_size=8, alpha_min=alpha_min, **KINDS[kind]).double().eval()
+    context = [torch.tensor([100.0, 500.0]).double()] if kind == "uvit" else []
+    bound = bind(net, torch.randn(2, 3, 8, 8, dtype=torch.float64), *context)
+    for block in [*bound.blocks, *bound.others]:
+        k = 5
+        found, dense = jacobian_svd(block.branch, block.x, k, method="lanczos"), dense_jacobian(block.branch, block.x)
+        u, s, vh = torch.linalg.svd(dense, full_matrices=False)
+        torch.testing.assert_close(found.S, s[:, :k], rtol=1e-6, atol=1e-9)
+        mine = found.U.flatten(2), found.V.flatten(2)
+        near = 1e-5 * float(s.max())
+        torch.testing.assert_close(mine[1] @ dense.mT, found.S[..., None] * mine[0], rtol=0, atol=near)
+        torch.testing.assert_close(mine[0] @ dense, found.S[..., None] * mine[1], rtol=0, atol=near)
+        for b in range(2):
+            gaps = s[b, :k] - s[b, 1 : k + 1]
+            top = int(gaps.argmax()) + 1  # above the widest gap a subspace is well defined
+            for own, exact in zip(mine, (u.mT, vh)):
+                a, e = own[b, :top], exact[b, :top]
+                torch.testing.assert_close(a.T @ a, e.T @ e, rtol=0, atol=1e-4)
