@@ -18,6 +18,7 @@ def test_with_weight_penalty_all_jacobians_are_one_rank_one_projection(depth: in
     assert float(s[:, 0].max() / s[:, 0].min() - 1) < 1e-3  # equal
     assert 2.0 < depth * float(s[0, 0]) < 4.0  # roughly 1 / L in total depth
     assert float(laws.left_right.min()) == pytest.approx(1, abs=1e-3)
+    assert float(laws.coupling.max()) < 1e-3  # all u and v equal
     assert float(laws.path.line_shape.max()) == pytest.approx(1, abs=1e-3)
     lengths = model.path().diff(dim=0).norm(dim=-1)  # steps are geometric
     ratios = lengths[1:] / lengths[:-1]
@@ -36,6 +37,9 @@ def test_with_kinetic_penalty_steps_are_equal_and_values_fall_inversely(depth: i
     uv = float(laws.left_right[0, 0])
     assert 0.8 < uv < 0.92
     assert float(laws.slope[0]) == pytest.approx(uv, abs=1e-3)
+    assert all(abs(float(own) - uv) < 1e-3 for own in laws.left_right[0])
+    assert laws.overlap_classes is not None
+    assert float(laws.overlap_classes.min()) > 1 - 1e-3  # one v for all blocks
     assert float(laws.r2[0]) == pytest.approx(1, abs=1e-3)
     assert all(holds for holds, _ in laws.verdicts().values())
 
