@@ -43,8 +43,8 @@ RUNS = {
 METRICS = {"demo": ("linear probe", "entropy rank"), "tiny-imagenet": ("linear probe", "kNN", "entropy rank")}
 """Scores drawn by block, from evaluation.json."""
 ALONG = {
-    "tiny-imagenet": {"eval/linear_probe": ("linear probe", "%"), "eval/kNN": ("kNN", "%")},
-    "cifar100-diffusion": {"loss": ("training loss", "")},
+    "tiny-imagenet": {"eval/linear_probe": "gain in linear probe", "eval/kNN": "gain in kNN"},
+    "cifar100-diffusion": {"loss": "training loss"},
 }
 """What is drawn along training, from metrics.jsonl."""
 SMOOTH = 10  # neighbouring losses whose mean is a point of a curve
@@ -91,19 +91,16 @@ def by_block(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
 
 
 def along(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
-    """Losses after the warm-up; scores while training, and their gains over the first run."""
+    """Losses after the warm-up, or gains in a score over the first run, while training."""
     drawn = []
-    for key, (metric, unit) in ALONG.get(prefix, {}).items():
-        curves = {
-            label: _losses(folder) if key == "loss" else _scores(folder, key) for label, folder in folders.items()
-        }
-        figure = epoch_curves(metric, {label: [curve] for label, curve in curves.items()}, unit)
-        drawn.append(save(figure, out / f"{prefix}-along-{slug(metric)}.png"))
-        if key != "loss":
-            (_, first), *others = curves.items()
-            gains = {label: [{epoch: curve[epoch] - first[epoch] for epoch in first}] for label, curve in others}
-            figure = epoch_curves(f"gain in {metric}", gains, "points")
-            drawn.append(save(figure, out / f"{prefix}-along-gain-{slug(metric)}.png"))
+    for key, metric in ALONG.get(prefix, {}).items():
+        if key == "loss":
+            curves, unit = {label: [_losses(folder)] for label, folder in folders.items()}, ""
+        else:
+            first, *others = (_scores(folder, key) for folder in folders.values())
+            gains = ([{epoch: scores[epoch] - first[epoch] for epoch in first}] for scores in others)
+            curves, unit = dict(zip(list(folders)[1:], gains)), "points"
+        drawn.append(save(epoch_curves(metric, curves, unit), out / f"{prefix}-along-{slug(metric)}.png"))
     return drawn
 
 

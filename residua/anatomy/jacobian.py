@@ -76,7 +76,7 @@ def jacobian_svd(
     once. It goes on until all residuals `J^T u - s v` are within `tol` of the largest singular value (default 1e-9 in
     float64, 1e-5 in float32), or `rounds` products of four vectors each were made. "dense" forms the Jacobian and
     decomposes it; "formed" forms it and uses Lanczos on the matrix, and decomposes it where that does not converge. By
-    itself it takes "dense" for a few hundred dimensions, "formed" up to about 2,000, and "lanczos", which needs no
+    itself it takes "dense" for a few hundred dimensions, "formed" up to about 2,900, and "lanczos", which needs no
     matrix, beyond. Judge by `converged`, not by the count: where s_k is close to s_{k+1} the last vectors are nearly
     undefined. `budget` in GiB bounds the memory of one chunk of products; beside it "lanczos" keeps 160, or 8 k,
     vectors of both sides for every sample.
@@ -257,7 +257,7 @@ def _refuse_detached(f: Map, x: Tensor) -> None:
     """A derivative that is zero everywhere is an error where the map does depend on its input."""
     with torch.no_grad():
         here = f(x)
-        moved = f(x + 0.1 * x.square().mean().sqrt().clamp_min(1e-3) * torch.randn_like(x))
+        moved = f(1.1 * x + 0.1)
     if here.any() and not torch.equal(here, moved):
         raise NotDifferentiable(
             "the derivative is zero although the output changes with the input: is something detached or rounded?"

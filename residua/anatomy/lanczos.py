@@ -149,7 +149,7 @@ class Subspace:
             first = share if first is None else first
             before = rows.norm(dim=-1).amax(-1)
             rows = rows - share @ against
-            lost = rows.norm(dim=-1, keepdim=True) <= 100 * torch.finfo(rows.dtype).eps * whole
+            lost = rows.norm(dim=-1, keepdim=True) <= (100 * torch.finfo(rows.dtype).eps * whole).clamp_min(tiny)
             again = bool(lost.any())
             if again:
                 noise = torch.randn(rows.shape, generator=self.generator, dtype=torch.float64).to(rows)
@@ -174,7 +174,5 @@ class Subspace:
             eye = torch.eye(rows.shape[1], dtype=exact.dtype, device=rows.device)
             inverse = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
             return (inverse @ exact).to(rows), pivots.amin(-1).to(rows)
-        length = rows.norm(dim=-1, keepdim=True)
-        noise = torch.randn(rows.shape, generator=self.generator, dtype=torch.float64).to(rows)
-        rows = torch.where(length > torch.finfo(rows.dtype).tiny, rows / length, noise)
+        rows = rows / rows.norm(dim=-1, keepdim=True)
         return torch.linalg.qr(rows.mT)[0].mT, rows.new_zeros(len(rows))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.adapt import stream
+from residua.adapt import is_own, stream
 from residua.nn import SiT, UViT
 from residua.nn.stream import Step
 
@@ -49,15 +49,15 @@ def alignment(
 ) -> Alignment:
     """RA1 to RA4 of a residual network at some images, in evaluation mode; the model is left as it is.
 
-    `classes` is the number of classes it was trained on, for RA3; labels (B,) after the images tell it too. `token`
-    measures the Jacobian of one token by itself (the others fixed) instead of all tokens together. Post-activation
-    blocks `relu(x + F(x))` count with the masked branch `F(x) * 1[x + F(x) > 0]`. `context` is what a diffusion model
-    takes beside images.
+    `classes` is the number of classes it was trained on, for RA3. `token` measures the Jacobian of one token by itself
+    (the others fixed) instead of all tokens together. Post-activation blocks `relu(x + F(x))` count with the masked
+    branch `F(x) * 1[x + F(x) > 0]`. `context` is what a diffusion model, or another's, takes beside images; for other
+    networks of ours it may be labels (B,), which tell the number of classes.
 
     >>> laws = alignment(residua.load("runs/a"), images, labels, k=30)
     >>> laws.scalars()["RA2 coupling"], laws.verdicts()
     """
-    if len(context) == 1 and not isinstance(model, UViT | SiT) and not _real(context[0]):
+    if len(context) == 1 and is_own(model) and not isinstance(model, UViT | SiT):
         labels: Tensor = torch.as_tensor(context[0])
         classes, context = classes or int(labels.max()) + 1, ()
     dtype = getattr(torch, precision)

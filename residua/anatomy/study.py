@@ -88,11 +88,14 @@ class Anatomy:
     """A network on its training and test images."""
 
     parts: list[Part]
-    left_out: list[str]
-    """Blocks of another shape than those compared; their singular values are in the parts."""
     classes: list[str] | None
     """Names of the classes of the images."""
     look: Look
+
+    @property
+    def left_out(self) -> list[str]:
+        """Blocks of another shape than those compared; their singular values are in the parts."""
+        return list(self.parts[0].others)
 
     def to_dict(self) -> dict[str, Any]:
         settings = {name: getattr(self.look, name) for name in ("gauge", "token", "precision", "seed")}
@@ -119,12 +122,9 @@ def study(
     look = look or Look()
     check(model, splits, look)
     sources = {name: source for name, source in _sources(splits, split).items() if source is not None and len(source)}
-    parts: list[Part] = []
-    left_out: list[str] = []
-    for name, source in sources.items():
-        part, left_out = _part(model, name, source, splits, look, torch.device(device), progress)
-        parts.append(part)
-    return Anatomy(parts, left_out, splits.train.classes, look)
+    where = torch.device(device)
+    parts = [_part(model, name, source, splits, look, where, progress) for name, source in sources.items()]
+    return Anatomy(parts, splits.train.classes, look)
 
 
 def check(model: nn.Module, splits: Splits, look: Look) -> None:
@@ -168,7 +168,7 @@ def _part(
     look: Look,
     device: torch.device,
     progress: Progress | None,
-) -> tuple[Part, list[str]]:
+) -> Part:
     pre = preprocessing(model, splits.train)
     twin = _twin(model, look, device)
     laws, others = _laws(model, twin, source, pre, look, progress)
@@ -176,7 +176,7 @@ def _part(
     path = _bound(twin, source, drawn, pre, look)
     collapse, accuracy = layers(model, source, pre, device, look.seed, look.time)
     labels = None if source.labels is None else torch.from_numpy(source.labels[drawn])
-    return Part(name, laws, _plane(path, look), labels, collapse, accuracy, others), list(others)
+    return Part(name, laws, _plane(path, look), labels, collapse, accuracy, others)
 
 
 def _twin(model: nn.Module, look: Look, device: torch.device) -> nn.Module:

@@ -84,7 +84,7 @@ def counterfactual_page(kind: str, setting: str, outcomes: Sequence[Outcome], sp
     first = outcomes[0]
     values = next(iter(first.laws.values()))
     spread = "networks of different seeds" if len({o.case.seed for o in outcomes}) > 1 else "samples"
-    varied = "whether they have shortcuts" if kind == "shortcut" else setting
+    varied = "depth and in having shortcuts" if kind == "shortcut" else setting
     page.paragraph(
         f"{len(outcomes)} networks ({first.case.settings['model']}, {first.case.settings['data']}) that differ in "
         f"{varied}, trained alike; top {values['k']} singular triplets of every block of one shape at "
