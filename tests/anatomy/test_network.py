@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 import residua
 from residua.anatomy import Block, NotDifferentiable, alignment, dense_jacobian, jacobian, jacobian_svd, measure
@@ -179,3 +180,31 @@ def test_every_block_of_every_network_against_a_dense_decomposition(kind: str, a
             for own, exact in zip(mine, (u.mT, vh)):
                 a, e = own[b, :top], exact[b, :top]
                 torch.testing.assert_close(a.T @ a, e.T @ e, rtol=0, atol=1e-4)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.fc(x))
+
+
+class Told(nn.Module):
+    """Somebody's network that takes whole numbers beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(4, 6), nn.Sequential(*(Residual() for _ in range(3)))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.blocks(x + self.embed(t))
+
+
+def test_what_others_networks_take_is_not_taken_for_labels() -> None:
+    torch.manual_seed(0)
+    x, net = torch.randn(2, 6), Told()
+    found = [alignment(net, x, torch.tensor([t, t]), k=2) for t in (0, 3)]
+    assert found[0].classes is None
+    assert not torch.allclose(found[0].S, found[1].S)
