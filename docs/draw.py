@@ -18,9 +18,10 @@ from statistics import fmean
 
 import residua
 from residua.evaluate import Report
+from residua.evaluate.diffusion import best, grid
 from residua.recipes.summary import compare, read_summary
 from residua.report import figures, gallery
-from residua.report.curves import epoch_curves
+from residua.report.curves import epoch_curves, noise_heatmap
 from residua.report.runs import by_depth
 from residua.report.sweep import numeric_setting, setting_curves
 from residua.train import read_metrics
@@ -34,6 +35,11 @@ RUNS = {
         "alpha_min 0.8": "tiny-imagenet-22k-alpha-0.8-seed-0",
         "annealed to 0.7": "tiny-imagenet-22k-anneal-0.7-seed-0",
     },
+    "tiny-imagenet-batch-64": {
+        "alpha_min 1.0": "tiny-imagenet-batch-64-alpha-1.0-lr-1.5e-4-seed-0",
+        "alpha_min 0.8": "tiny-imagenet-batch-64-alpha-0.8-lr-1.5e-4-seed-0",
+        "alpha_min 0.7": "tiny-imagenet-batch-64-alpha-0.7-lr-1.5e-4-seed-0",
+    },
     "cifar100-diffusion": {
         "alpha_min 1.0": "cifar100-diffusion-8k-alpha-1.0-seed-0",
         "alpha_min 0.7": "cifar100-diffusion-8k-alpha-0.7-seed-0",
@@ -42,8 +48,10 @@ RUNS = {
 """Prefix of the figures -> label -> record of the run."""
 METRICS = {"demo": ("linear probe", "entropy rank"), "tiny-imagenet": ("linear probe", "kNN", "entropy rank")}
 """Scores drawn by block, from evaluation.json."""
+GAINS = {"eval/linear_probe": "gain in linear probe", "eval/kNN": "gain in kNN"}
 ALONG = {
-    "tiny-imagenet": {"eval/linear_probe": "gain in linear probe", "eval/kNN": "gain in kNN"},
+    "tiny-imagenet": GAINS,
+    "tiny-imagenet-batch-64": GAINS,
     "cifar100-diffusion": {"loss": "training loss"},
 }
 """What is drawn along training, from metrics.jsonl."""
@@ -65,7 +73,7 @@ def numbers(out: Path = IMAGES) -> list[Path]:
     for prefix, runs in RUNS.items():
         folders = {label: RECORDS / name for label, name in runs.items()}
         if all(folder.exists() for folder in folders.values()):
-            drawn += by_block(prefix, folders, out) + along(prefix, folders, out)
+            drawn += by_block(prefix, folders, out) + by_noise(prefix, folders, out) + along(prefix, folders, out)
         else:
             print(f"no records of {prefix}: its figures stay as they are", file=sys.stderr)
     for file in sorted(RECORDS.glob("*/summary.json")):
@@ -87,6 +95,16 @@ def by_block(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
         baselines = {"random init": by_depth(first, metric, "random init"), "pixels": pixels}
         unit = "nats" if metric == "entropy rank" else "%"
         drawn.append(save(figures.depth_curves(metric, curves, baselines, unit), out / f"{prefix}-{slug(metric)}.png"))
+    return drawn
+
+
+def by_noise(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
+    """The probe of diffusion models, layers x noise levels."""
+    drawn = []
+    for label, folder in folders.items() if prefix == "cifar100-diffusion" else ():
+        report = Report.from_dict(json.loads((folder / "evaluation.json").read_text()))
+        figure = noise_heatmap(grid(report), best(report), f"{label}: linear probe (%)")
+        drawn.append(save(figure, out / f"{prefix}-probe-{label.split()[-1]}.png"))
     return drawn
 
 

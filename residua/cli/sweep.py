@@ -25,7 +25,7 @@ The command is what the recipe says, and pretrain without one. finetune takes a 
 network, as in residua finetune.
 
   --seeds N           seeds 0 to N - 1 for every combination (default 1)
-  --jobs N            runs at once, on one GPU or CPU (default 1)
+  --jobs N            runs at once, on one GPU or CPU, which share the cores (default 1)
   --out DIR           folder of the sweep (default sweeps/RECIPE)
   --baseline S=V ...  also print differences to the runs with these settings, paired by seed
   --open              open the page in the browser

@@ -141,15 +141,16 @@ def stages(sweep: Sweep, trial: Trial) -> list[Stage]:
 
 
 def run(sweep: Sweep, jobs: int = 1, on_end: OnEnd = lambda trial: None) -> None:
-    """Run what is waiting, `jobs` at once. A run that fails is noted and the others go on.
+    """Run what is waiting, `jobs` at once, which share the cores. A run that fails is noted and the others go on.
 
     An interrupt ends the running ones, which save where they are; the same call continues them.
     """
     lock, running = threading.Lock(), set[subprocess.Popen[bytes]]()
     stopped = threading.Event()
+    threads = max(1, cores() // jobs) if jobs > 1 else None
 
     def one(trial: Trial) -> None:
-        error = carry_out(sweep, trial, started=running.add, stopped=stopped.is_set)
+        error = carry_out(sweep, trial, started=running.add, stopped=stopped.is_set, threads=threads)
         with lock:
             note_end(sweep, trial, error)
         if not stopped.is_set():
@@ -181,11 +182,14 @@ def carry_out(
     started: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
     stopped: Callable[[], bool] = lambda: False,
     cwd: str | None = None,
+    threads: int | None = None,
 ) -> str:
     """Run the commands that a trial still needs, one after another; returns what went wrong, or nothing.
 
-    Where a process of an earlier call is still busy with it, that one is waited for.
+    Where a process of an earlier call is still busy with it, that one is waited for. `threads` is how many a command
+    may compute with, unless the environment says OMP_NUM_THREADS.
     """
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ if threads else None
     log = sweep.folder / "logs" / f"{trial.name}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
@@ -198,7 +202,7 @@ def carry_out(
                 continue
             command = [*program(), *stage.args]
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=cwd
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env=environment
             )
             started(process)
             try:
@@ -212,6 +216,11 @@ def carry_out(
                 killed = f"killed by signal {-status}; it printed last: " if status < 0 else ""
                 return killed + _last_line(log)
     return "" if sweep.done(trial) else f"nothing was measured; it printed last: {_last_line(log)}"
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def program() -> list[str]:

@@ -128,7 +128,7 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     if alpha == "auto":
         free = config.model.decoder == "ushape" and s.control == "none" and s.schedule != "learned"
         depth = config.model.depth or (12 if outside else SIZES[size]["depth"])
-        alpha = auto_alpha(steps, depth) if free and s.alpha_eff is None else 1.0
+        alpha = auto_alpha(steps * math.sqrt(batch / 256), depth) if free and s.alpha_eff is None else 1.0
     zero = config.model.decoder == "ushape" if config.model.zero_init == "auto" else config.model.zero_init
     return config.override(
         scale=(0.2, 1.0) if config.data.scale == "auto" else config.data.scale,

@@ -40,7 +40,8 @@ class ShortcutConfig:
 
     alpha_min: float | Auto = "auto"
     """Strength of the last shortcut, in [0, 1]; 1 = ordinary residuals; auto, for autoencoders with a U-shaped decoder
-    and for diffusion models: 1 up to 7,500 steps, then 0.1 less with every doubling (docs/choosing-alpha.md)."""
+    and for diffusion models: 1 up to 7,500 steps, then 0.1 less with every doubling; an autoencoder's steps of B images
+    count sqrt(B / 256) (docs/choosing-alpha.md)."""
     alpha_eff: float | None = None
     """Product of all alphas, instead of alpha_min: what transfers between depths."""
     schedule: Schedule = "linear"
@@ -230,7 +231,7 @@ SHORT = 7500
 """Steps up to which fading costs more than it brings, as far as we know."""
 
 
-def auto_alpha(steps: int, depth: int, least: float = 0.6) -> float:
+def auto_alpha(steps: float, depth: int, least: float = 0.6) -> float:
     """alpha_min for a number of steps: `1 - 0.1 log2(steps / 7,500)` within [least, 1] for 12 blocks.
 
     Networks of another depth get the alpha_min with the same product of alphas, but no less than 0.5.

@@ -9,13 +9,13 @@ from residua.evaluate import Report, Score
 from residua.recipes import sweep
 
 FAKE = """
-import pathlib, sys
+import os, pathlib, sys
 args = sys.argv[1:]
 given = {a: args[i + 1] for i, a in enumerate(args[:-1]) if a.startswith("--")}
 out = pathlib.Path(given["--out"])
 with open(sys.argv[0] + ".log", "a") as log:
     log.write(out.name + "\\n")
-print("working")
+print("working, threads:", os.environ.get("OMP_NUM_THREADS"))
 alpha, seed = float(given["--alpha-min"]), int(given.get("--seed", 0))
 if alpha == 0:
     sys.exit("error: no shortcut left")

@@ -49,6 +49,20 @@ def test_the_grid_is_every_combination_with_names_to_find_them_by(tmp_path: Path
     assert Trial({"data": "folder:/a b/c"}).name == "data=folder--a-b-c"
 
 
+@pytest.mark.parametrize(
+    ("jobs", "given", "expected"), [(1, None, "None"), (2, None, "3"), (8, None, "1"), (2, "5", "5")]
+)
+def test_runs_at_once_share_the_cores(
+    pretend: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, given: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(sweep, "cores", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    run(plan(tmp_path / "s", [], {"alpha_min": ["1.0"]}), jobs=jobs)
+    assert (tmp_path / "s/logs/alpha_min=1.0.txt").read_text().strip() == f"working, threads: {expected}"
+
+
 def test_each_kind_has_its_commands(tmp_path: Path) -> None:
     trial = Trial({"stages": "2,2,6,2", "data": "folder:a,b"})
     stages = sweep.stages(Sweep(tmp_path, ["resnet18"], kind="finetune", lists=["stages"]), trial)

@@ -112,7 +112,12 @@ def test_learning_rate_rules() -> None:
     ],
 )  # fmt: skip
 def test_alpha_left_to_us(settings: dict[str, Any], alpha: float) -> None:
-    assert chosen(**{"depth": 12, "steps": 30_000} | settings)["alpha_min"] == pytest.approx(alpha)
+    assert chosen(**{"n": 256, "batch_size": 256, "depth": 12, "steps": 30_000} | settings)["alpha_min"] == alpha
+
+
+def test_alpha_goes_by_steps_of_256_images_of_which_small_ones_count_less() -> None:
+    of = lambda batch, steps: chosen(n=1024, batch_size=batch, depth=12, steps=steps)["alpha_min"]  # noqa: E731
+    assert of(256, 15_000) == of(64, 30_000) == of(1024, 7_500) == 0.9
 
 
 def test_alpha_by_steps_and_depth() -> None:
