@@ -9,11 +9,12 @@ are, and that is all a sampler asks for.
 | `VP`, Song et al. 2021 | `exp(-1/2 int_0^t b)`, `b(t) = b_0 + (b_1 - b_0) t` | `sqrt(1 - a^2)` | noise |
 | `Flow`, Lipman et al. 2023 | `1 - t` | `t` | velocity |
 
-Both follow the same reverse equations: with `f = a'/a`, `g^2 = (s^2)' - 2 f s^2` and the score `-eps / s`,
+Both follow the same reverse equations: with the score `-eps / s` and any `w(t) >= 0`,
 
-    dx = (f x - g^2 score) dt + g dw        dx = (f x - 1/2 g^2 score) dt = (a' x_0 + s' eps) dt
+    dx = (a' x_0 + s' eps) dt        dx = (a' x_0 + s' eps - 1/2 w score) dt + sqrt(w) dw
 
-from t = 1 to 0 give samples of the data; the second is deterministic.
+from t = 1 to 0 give samples of the data; the first is deterministic. For VP, `w = b` makes the second Song et al.'s;
+what corresponds to it for Flow, `2 t / (1 - t)`, has no end at t = 1, and `w = t` is SiT's (Ma et al. 2024).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]
@@ -43,6 +45,14 @@ class Process(Protocol):
     def da(self, t: Tensor) -> Tensor: ...
 
     def ds(self, t: Tensor) -> Tensor: ...
+
+    def w(self, t: Tensor) -> Tensor:
+        """How much noise the stochastic equation puts in again."""
+        ...
+
+    def when(self, ratio: Tensor) -> Tensor:
+        """The t where `log(a / s)` is `ratio`."""
+        ...
 
     def time_input(self, t: Tensor) -> Tensor:
         """What the network is told of t."""
@@ -79,6 +89,14 @@ class VP:
     def ds(self, t: Tensor) -> Tensor:
         return 0.5 * self.beta(t) * self.a(t) ** 2 / self.s(t)  # s s' = -a a'
 
+    def w(self, t: Tensor) -> Tensor:
+        return self.beta(t)
+
+    def when(self, ratio: Tensor) -> Tensor:
+        fallen = 0.5 * F.softplus(-2 * ratio)  # -log a, a quadratic in t
+        half = 0.5 * self.beta_0
+        return 2 * fallen / (half + (half**2 + (self.beta_1 - self.beta_0) * fallen).sqrt())
+
     def time_input(self, t: Tensor) -> Tensor:
         return 999.0 * t
 
@@ -105,6 +123,12 @@ class Flow:
 
     def ds(self, t: Tensor) -> Tensor:
         return torch.ones_like(t)
+
+    def w(self, t: Tensor) -> Tensor:
+        return t
+
+    def when(self, ratio: Tensor) -> Tensor:
+        return torch.sigmoid(-ratio)
 
     def time_input(self, t: Tensor) -> Tensor:
         return 1 - t if self.backwards else 999.0 * t
@@ -194,11 +218,9 @@ def times(process: Process, steps: int, spacing: Steps = "uniform") -> Tensor:
         return grid
     if spacing != "logsnr":
         raise ValueError(f"spacing is {spacing!r}; choose 'uniform' or 'logsnr'")
-    fine = torch.linspace(max(min(start, 1 - 1e-4), 0), max(stop, 1e-4), 20_001, dtype=torch.float64)
-    first, last = _log_ratio(process, fine[[0, -1]]).tolist()
-    wanted = torch.linspace(first, last, steps + 1, dtype=torch.float64)
-    place = torch.searchsorted(_log_ratio(process, fine), wanted).clamp(max=len(fine) - 1)
-    grid[1:-1] = fine[place][1:-1]
+    ends = grid[[0, -1]].clamp(1e-4, 1 - 1e-4)  # where log(a / s) is finite
+    wanted = torch.linspace(*_log_ratio(process, ends).tolist(), steps + 1, dtype=torch.float64)
+    grid[1:-1] = process.when(wanted[1:-1])
     return grid
 
 
@@ -289,22 +311,19 @@ def euler_maruyama(
     *,
     noise: Callable[[int], Tensor] | None = None,
 ) -> Tensor:
-    """The stochastic reverse equation in Euler steps; the last step adds no noise.
+    """The stochastic reverse equation with the process' own `w`, in Euler steps; the last step adds no noise.
 
     `noise(i)` gives the standard normal numbers of step i in the shape of x; drawn anew unless given.
     """
     walk, n = _Walk(denoise, process, x, grid), len(grid) - 1
-    dt = walk.grid.diff()
-    t = walk.grid.clamp(1e-5, 1 - 1e-5)
-    f = process.da(t) / process.a(t)
-    g2 = 2 * process.s(t) * process.ds(t) - 2 * f * process.s(t) ** 2
+    dt, w = walk.grid.diff(), process.w(walk.grid)
     for i in range(n):
-        _, eps = walk.predict(x, i)
-        drift = f[i].to(x) * x + (g2[i] / process.s(t[i])).to(x) * eps
+        x_0, eps = walk.predict(x, i)
+        drift = walk.da[i] * x_0 + (walk.ds[i] + (0.5 * w[i] / process.s(walk.grid[i])).to(x)) * eps
         x = x + dt[i].to(x) * drift
         if i + 1 < n:
             z = noise(i) if noise is not None else torch.randn_like(x)
-            x = x + (-dt[i] * g2[i]).sqrt().to(x) * z
+            x = x + (-dt[i] * w[i]).sqrt().to(x) * z
         if progress is not None:
             progress(i + 1, n)
     return x

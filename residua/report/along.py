@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from residua.evaluate.dynamics import KNN, PROBE, RANK, Correlation, Dynamics
+from residua.evaluate.dynamics import KNN, PROBE, RANK, Correlation, Dynamics, Point
 from residua.report import curves
 from residua.report.page import Cell, Page
 from residua.report.parts import METRICS, notes, setting_cell
@@ -60,13 +60,23 @@ def along_training(page: Page, runs: Sequence[Run], found: Dynamics) -> None:
 
 
 def scores_while_training(page: Page, runs: Sequence[Run]) -> None:
-    """Curves of the scores that runs wrote down as they trained, where any did."""
+    """Curves of the scores that runs wrote down as they trained; of three or more, how rank and accuracy go together."""
     measured = {run.name: while_training(run) for run in runs}
     metrics = dict.fromkeys(metric for own in measured.values() for metric in own)
     lines = {m: {name: own.get(m, {}) for name, own in measured.items()} for m in metrics}
     if drawn := _curves(lines, groups(runs)):
         page.heading("While training")
         page.figures(*drawn)
+        if len(runs) > 2:
+            _correlations(page, as_dynamics(measured))
+
+
+def as_dynamics(measured: Mapping[str, Mapping[str, Mapping[float, float]]]) -> Dynamics:
+    """Run -> metric -> epoch -> value of the last block, as a table of points."""
+    return Dynamics([
+        Point(name, -1, epoch, metric, -1, value)
+        for name, own in measured.items() for metric, curve in own.items() for epoch, value in curve.items()
+    ])  # fmt: skip
 
 
 def _curves(

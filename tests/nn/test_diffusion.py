@@ -1,6 +1,8 @@
 """Processes and samplers against data whose score is known: a mixture of Gaussians."""
 
+import itertools
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from residua.nn.diffusion import (
     VP,
     Flow,
     Process,
+    Steps,
     ddim,
     dpm_solver,
     euler_maruyama,
@@ -94,13 +97,17 @@ def test_deterministic_samplers_converge_at_their_order(process: Process, sample
 
 
 @PROCESSES
-@pytest.mark.parametrize(("name", "steps", "tolerance"), [
-    ("ddim", 200, 0.03), ("heun", 50, 0.03), ("dpm-solver", 50, 0.03), ("euler-maruyama", 500, 0.04),
+@pytest.mark.parametrize(("name", "steps", "spacing", "tolerance"), [
+    ("ddim", 200, "uniform", 0.03), ("heun", 50, "uniform", 0.03), ("dpm-solver", 50, "uniform", 0.03),
+    ("euler-maruyama", 500, "uniform", 0.04), ("dpm-solver", 50, "logsnr", 0.03), ("dpm-solver", 250, "logsnr", 0.03),
+    ("ddim", 250, "logsnr", 0.03), ("heun", 250, "logsnr", 0.03),
 ])  # fmt: skip
-def test_samples_have_the_moments_of_the_data(process: Process, name: str, steps: int, tolerance: float) -> None:
+def test_samples_have_the_moments_of_the_data(
+    process: Process, name: str, steps: int, spacing: Steps, tolerance: float
+) -> None:
     n = 20_000
     torch.manual_seed(1)
-    samples = SAMPLERS[name](Mixture(process), process, start(n), times(process, steps))
+    samples = SAMPLERS[name](Mixture(process), process, start(n), times(process, steps, spacing))
     mean = WEIGHTS @ MEANS
     spread = MEANS - mean
     covariance = (WEIGHTS[:, None] * spread).T @ spread + WIDTH**2 * torch.eye(2, dtype=torch.float64)
@@ -108,6 +115,24 @@ def test_samples_have_the_moments_of_the_data(process: Process, name: str, steps
     torch.testing.assert_close(samples.T.cov(), covariance, rtol=0, atol=2 * tolerance)
     nearest = (samples[:, None] - MEANS).norm(dim=-1).argmin(1)
     torch.testing.assert_close(nearest.bincount().double() / n, WEIGHTS, rtol=0, atol=0.03)
+
+
+@PROCESSES
+@pytest.mark.parametrize("steps", [50, 1000])
+def test_the_stochastic_sampler_keeps_to_the_path(process: Process, steps: int) -> None:
+    """What the network is shown has the spread of what it was trained on, from the first step on."""
+    n, seen = 4000, []
+    exact, spread = Mixture(process), (WEIGHTS[:, None] * (MEANS - WEIGHTS @ MEANS) ** 2).sum() / 2 + WIDTH**2
+
+    def denoise(x: Tensor, t: Tensor) -> Tensor:
+        wanted = (process.a(t[0]) ** 2 * spread + process.s(t[0]) ** 2).sqrt()
+        seen.append(float((x - x.mean(0)).square().mean().sqrt() / wanted))
+        return exact(x, t)
+
+    torch.manual_seed(2)
+    euler_maruyama(denoise, process, start(n), times(process, steps))
+    assert len(seen) == steps
+    assert 0.85 < min(seen) < max(seen) < 1.15
 
 
 def test_given_noise_makes_the_stochastic_sampler_a_function() -> None:
@@ -128,13 +153,19 @@ def test_guidance_is_an_extrapolation() -> None:
 
 @PROCESSES
 def test_times_fall_between_the_ends(process: Process) -> None:
-    for spacing in ("uniform", "logsnr"):
-        grid = times(process, 20, spacing)
+    for steps, spacing in itertools.product((1, 20, 100, 1000, 5000), get_args(Steps)):
+        grid = times(process, steps, spacing)
         assert (grid[0], grid[-1]) == process.ends()
         assert (grid.diff() < 0).all()
-        assert len(grid) == 21
+        assert len(grid) == steps + 1
     with pytest.raises(ValueError, match="at least one step"):
         times(process, 0)
+
+
+@PROCESSES
+def test_the_time_of_a_ratio_of_signal_to_noise(process: Process) -> None:
+    t = torch.tensor([1e-5, 1e-3, 0.1, 0.5, 0.9, 0.999], dtype=torch.float64)
+    torch.testing.assert_close(process.when((process.a(t) / process.s(t)).log()), t, rtol=1e-9, atol=0)
 
 
 def test_progress_is_told_at_every_step() -> None:

@@ -15,7 +15,8 @@ from rich.console import Console
 import residua
 from residua import cli
 from residua.report import NotARun, compare, comparison_table, run_report
-from residua.report.runs import differing_settings, read_runs
+from residua.report.along import as_dynamics
+from residua.report.runs import differing_settings, read_runs, while_training
 from residua.train.checkpoint import write_checkpoint
 
 Make = Callable[..., Path]
@@ -136,6 +137,22 @@ def test_scores_while_training_are_drawn_for_nothing(tmp_path: Path, make_run: M
     found = read_page(compare(runs, tmp_path / "c.html"))
     assert "While training" in found.text
     assert "alpha_min 0.9" in found.text
+
+
+def test_rank_and_accuracy_while_training_are_correlated_over_three_runs(
+    tmp_path: Path, make_run: Make, read_page: Read
+) -> None:
+    runs = [make_run(name, alpha_min=alpha) for name, alpha in (("a", 1.0), ("b", 0.9), ("c", 0.8))]
+    for i, run in enumerate(runs):
+        scores = {"eval/linear_probe": 30.0 - i, "eval/entropy_rank": 2.0 + i}
+        (run / "metrics.jsonl").write_text(json.dumps({"step": 10, "epoch": 1.0, "loss": 1.0} | scores) + "\n")
+    found = read_page(compare(runs[:2], tmp_path / "two.html"))
+    assert "Rank and accuracy" not in found.text
+    found = read_page(compare(runs, tmp_path / "three.html"))
+    assert "Rank and accuracy" in found.text
+    (pair,) = as_dynamics({run.name: while_training(run) for run in read_runs(runs)}).correlation()
+    assert (pair.epoch, pair.n) == (1.0, 3)
+    assert pair.r == pytest.approx(-1)
 
 
 def test_at_the_terminal(
