@@ -60,7 +60,7 @@ def along_training(page: Page, runs: Sequence[Run], found: Dynamics) -> None:
 
 
 def scores_while_training(page: Page, runs: Sequence[Run]) -> None:
-    """Curves of the scores that runs wrote down as they trained; of three or more, how rank and accuracy go together."""
+    """Curves of the scores that runs wrote down while training; of three or more, how rank and accuracy go together."""
     measured = {run.name: while_training(run) for run in runs}
     metrics = dict.fromkeys(metric for own in measured.values() for metric in own)
     lines = {m: {name: own.get(m, {}) for name, own in measured.items()} for m in metrics}
