@@ -21,7 +21,7 @@ from residua.evaluate import Report
 from residua.evaluate.diffusion import best, grid
 from residua.recipes.summary import compare, read_summary
 from residua.report import figures, gallery
-from residua.report.curves import epoch_curves, noise_heatmap
+from residua.report.curves import epoch_curves, noise_heatmap, norm_curves
 from residua.report.runs import by_depth
 from residua.report.sweep import numeric_setting, setting_curves
 from residua.train import read_metrics
@@ -78,7 +78,21 @@ def numbers(out: Path = IMAGES) -> list[Path]:
             print(f"no records of {prefix}: its figures stay as they are", file=sys.stderr)
     for file in sorted(RECORDS.glob("*/summary.json")):
         drawn += sweep(file, out)
-    return drawn
+    return [*drawn, norms(RECORDS / "zero-init" / "norms.json", out)]
+
+
+def norms(file: Path, out: Path) -> Path:
+    """Norms of the stream by block, with and without zero initialisation."""
+    runs = {}
+    for name, steps in json.loads(file.read_text()).items():
+        _, alpha, _, zero = name.split("-")
+        last = read_metrics(file.parent / name)[-1]
+        curves: dict[int, dict[float, float]] = {}
+        for step, blocks in steps.items():
+            for block, value in blocks.items():
+                curves.setdefault(int(block), {})[int(step) * last["epoch"] / last["step"]] = value
+        runs[f"{alpha}, {'from zero' if zero == 'True' else 'Xavier'}"] = curves
+    return save(norm_curves(runs), out / "zero-init-norms.png")
 
 
 def by_block(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
