@@ -21,8 +21,13 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
+def whole(block: str) -> str:
+    """Lines that a backslash continues, in one."""
+    return re.sub(r"\\\n\s*", "", block)
+
+
 def commands() -> list[str]:
-    lines = [line.split(" #")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    lines = [line.split(" #")[0].strip() for block in blocks("bash") for line in whole(block).splitlines()]
     return [line for line in lines if line]
 
 
