@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import console, data_of, img_size, note, open_any, say, show
+from .console import console, data_of, device_of, img_size, note, open_any, say, show
 
 if TYPE_CHECKING:
     from residua.anatomy.study import Moment
@@ -64,7 +64,6 @@ class AnatomyOptions:
 
 def anatomy(args: list[str]) -> None:
     """Measure a network."""
-    import torch
 
     import residua
     from residua.adapt import is_name
@@ -83,7 +82,7 @@ def anatomy(args: list[str]) -> None:
         k=o.top, images=o.images, gauge=o.gauge, token=o.token, time=o.time, precision=o.precision, method=o.method,
         budget=o.budget, classes=o.classes, seed=o.seed,
     )  # fmt: skip
-    device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of(o.device)
     found = study(model, splits, o.split, look, device=device, progress=_progress)
     if found.left_out:
         n = len(found.parts[0].laws.names)

@@ -9,7 +9,7 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import console, say, show
+from .console import console, device_of, say, show
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class CompareOptions:
 
 def compare(args: list[str]) -> None:
     """Runs side by side."""
-    import torch
 
     from residua.report import compare, comparison_table
 
@@ -42,7 +41,7 @@ def compare(args: list[str]) -> None:
     runs = [Path(run).expanduser() for run in o.runs]
     if o.limit < 0:
         raise ValueError(f"--limit {o.limit}: give a number of images, or 0 for all")
-    device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of(o.device)
     page = compare(
         runs, Path(o.out), along=o.dynamics, basis=o.colors, limit=o.limit or None, device=device,
         on_message=lambda text: say(f"measuring {text}"),

@@ -163,3 +163,18 @@ def announce(session: Session[Any, Any]) -> bool:
         for heading, text in session.lines():
             console.print(f"[bold]{heading:8}[/] {escape(text)}")
     return main
+
+
+def device_of(given: str | None) -> str:
+    """The one asked for, if it is there, or the GPU where there is one."""
+    import torch
+
+    if given is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=given)
+    except (RuntimeError, AssertionError):
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        there += ["mps"] * torch.backends.mps.is_available()
+        raise ValueError(f"--device {given}: there is no such device; there is {', '.join(there)}") from None
+    return given

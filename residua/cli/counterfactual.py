@@ -11,7 +11,7 @@ import tyro
 from rich.table import Table
 from tyro.conf import Positional
 
-from .console import console, say, show
+from .console import console, device_of, say, show
 
 if TYPE_CHECKING:
     from residua.anatomy.counterfactual import Outcome, Point
@@ -79,7 +79,6 @@ class CounterfactualOptions:
 
 def counterfactual(args: list[str]) -> None:
     """Train, measure, compare."""
-    import torch
 
     from residua.anatomy import counterfactual as engine
     from residua.anatomy.study import Look
@@ -98,7 +97,7 @@ def counterfactual(args: list[str]) -> None:
     outcomes = engine.run(
         cases, folder, Look(k=o.top, images=o.images), split=o.split, jobs=o.jobs, each=_told,
         gauges=o.gauge or (("J", "J/alpha") if o.kind == "decay" else ("J",)),
-        device=o.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device_of(o.device),
     )  # fmt: skip
     setting = SETTINGS[o.kind]
     console.print(_table(outcomes, setting))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import Bar, announce, decoding, dry_run, note, say
+from rich.markup import escape
+
+from .console import Bar, announce, console, decoding, dry_run, note, say
 from .pretrain import settings
 
 if TYPE_CHECKING:
@@ -25,54 +26,87 @@ def diffuse(args: list[str]) -> None:
     main = announce(session)
     if session.config.machine.dry_run:
         return dry_run(session)
-    measure = fid_monitor(session)
+    measure = FidMonitor(session) if session.config.machine.fid_every else None
     with Bar(session.settings.steps, session.settings.batch_size, show=main) as bar:
         hooks = session.hooks(
             on_record=bar.update, on_message=note if main else (lambda text: None), on_interval=measure
         )
         model = fit(session, hooks)
     picture = session.write_grid(session.settings.steps, model)
-    last = measure(session.settings.steps, model) or {}
-    for name, value in last.items():
-        say(f"{name.removeprefix('eval/')} {value:.2f} of {session.config.machine.fid_samples:,} samples")
-    if last and session.run is not None:
-        append_metrics(session.run, {"step": session.settings.steps, "epoch": session.config.optim.epochs, **last})
+    if measure is not None:
+        last = measure(session.settings.steps, model) or {}
+        for name, value in last.items():
+            say(f"{name.removeprefix('eval/')} {value:.2f} of {measure.how}")
+        if session.run is not None:
+            append_metrics(session.run, {"step": session.settings.steps, "epoch": session.config.optim.epochs, **last})
     if main:
         _closing_words(session.run, picture)
 
 
-def fid_monitor(session: Diffusion) -> Callable[[int, Any], dict[str, float] | None]:
-    """What is measured while training and at its end: a FID every so many pictures of samples, where asked for."""
-    machine = session.config.machine
-    if not machine.fid_every or not machine.sample_every:
-        return lambda step, model: None
-    from residua.data.arrays import cache_dir
-    from residua.evaluate import FeatureCache
-    from residua.evaluate.extractor import open_extractor
-    from residua.evaluate.generative import score
-    from residua.train.diffuse import GRID
-    from residua.train.sample import sample
+class FidMonitor:
+    """A FID every so many pictures of samples and at the end of training.
 
-    # opened before training, not after hours of it
-    extractor = open_extractor(machine.fid_extractor, machine.fid_weights)
-    cache = FeatureCache(cache_dir() / "references", note)
-    every = max(1, round(machine.fid_every / machine.sample_every))
-    steps, size = session.steps_per_grid, session.preprocessing.img_size
-    assert steps is not None
+    What it depends on is said once, at the start, and stands with each score in RUN/samples/step-0001000-fid.json.
+    """
 
-    def measure(step: int, model: Any) -> dict[str, float] | None:
-        if step != session.settings.steps and step // steps % every:
+    def __init__(self, session: Diffusion) -> None:
+        """Whatever may be wrong with extractor and reference shows here, not after hours of training."""
+        from residua.data.arrays import cache_dir
+        from residua.evaluate import FeatureCache
+        from residua.evaluate.extractor import open_extractor
+        from residua.evaluate.summary import keep_reference
+        from residua.train.diffuse import GRID
+        from residua.train.sample import check_sampling
+        from residua.train.samplefiles import describe
+
+        self.session, self.machine, self.told = session, session.config.machine, set[str]()
+        device, train = session.accelerator.device, session.splits.train
+        assert session.steps_per_grid
+        assert self.machine.fid_every
+        assert self.machine.sample_every
+        self.steps = session.steps_per_grid * max(1, round(self.machine.fid_every / self.machine.sample_every))
+        chosen = check_sampling(session.model, GRID, device)
+        self.extractor = open_extractor(self.machine.fid_extractor, self.machine.fid_weights)
+        self.about = describe(session.model, chosen, self.machine.fid_samples)
+        guidance = f"guidance {chosen.guidance:g}" if chosen.classes else "no guidance"
+        self.how = (
+            f"{self.machine.fid_samples:,} samples ({chosen.sampler}, {chosen.steps} steps, {guidance}) "
+            f"against {len(train):,} training images, extractor {self.extractor.name}"
+        )
+        console.print(f"[bold]fid[/]      every {self.steps:,} steps: {escape(self.how)}")
+        self.options: dict[str, Any] = {
+            "img_size": session.preprocessing.img_size, "device": device, "on_bad_image": self.machine.on_bad_image,
+            "cache": FeatureCache(cache_dir() / "references", note), "progress": _passing,
+        }  # fmt: skip
+        keep_reference(train, self.extractor, **self.options)
+
+    def __call__(self, step: int, model: Any) -> dict[str, float] | None:
+        from residua.evaluate.generative import score
+        from residua.train.diffuse import GRID
+        from residua.train.sample import sample
+
+        if step != self.session.settings.steps and step % self.steps:
             return None
-        parts = range(0, machine.fid_samples, 1000)
-        made = (sample(model, min(1000, machine.fid_samples - i), settings=GRID, first=i) for i in parts)
+        n = self.machine.fid_samples
+        made = (sample(model, min(1000, n - i), settings=GRID, first=i) for i in range(0, n, 1000))
         colour = (part.expand(-1, 3, -1, -1) for part in made)  # grey is repeated
         found = score(
-            colour, session.splits.train, extractor=extractor, img_size=size, device=session.accelerator.device,
-            cache=cache,
+            colour, self.session.splits.train, extractor=self.extractor, about=self.about | {"training_steps": step},
+            **self.options,
         )  # fmt: skip
-        return {"eval/fid" if extractor.inception else "eval/frechet": found.scores[0].value}
+        for text in found.notes:
+            if text not in self.told:
+                note(text)
+        self.told.update(found.notes)
+        if self.session.run is not None:
+            found.save(self.session.run / "samples" / f"step-{step:07d}-fid.json")
+        return {"eval/fid" if self.extractor.inception else "eval/frechet": found.scores[0].value}
 
-    return measure
+
+def _passing(what: str, done: int, total: int) -> None:
+    """Images of the reference on their way through the extractor; of samples the total is not known."""
+    if total and console.is_terminal:
+        console.print(f"{what}: {done:,} of {total:,} images", end="\n" if done >= total else "\r", markup=False)
 
 
 def _closing_words(run: Path | None, picture: Path | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import console, data_of, img_size, layers, note, open_any, warn_shared
+from .console import console, data_of, device_of, img_size, layers, note, open_any, warn_shared
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ def evaluate(args: list[str]) -> None:
     from residua.evaluate.diffusion import is_diffusion
 
     o = tyro.cli(EvaluateOptions, args=args, prog="residua evaluate")
+    device: str | None = device_of(o.device)
     model = open_any(o.model, o.weights, img_size(o.img_size))
     spec = o.data or data_of(o.model)
     splits = residua.data.load(spec)
@@ -90,9 +91,10 @@ def evaluate(args: list[str]) -> None:
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=o.device == "cpu")
+        device = o.device  # each process has its own unless told
     cache = FeatureCache(_cache_folder(o.model, o.cache_dir), note) if o.cache else None
     if is_diffusion(model):
-        return _evaluate_diffusion(o, model, splits, accelerator, cache)
+        return _evaluate_diffusion(o, model, splits, device, accelerator, cache)
     if o.times:
         raise ValueError("--times is for diffusion models: there is no noise in what this one sees")
     report = evaluate(
@@ -101,7 +103,7 @@ def evaluate(args: list[str]) -> None:
         readout=o.readout, k=o.k, temperature=o.temperature, learning_rates=o.learning_rates or None,
         weight_decays=o.weight_decays or None, epochs=o.epochs, img_size=img_size(o.img_size), batch_size=o.batch_size,
         limit=o.limit, seed=o.seed, baselines=o.baselines, bf16=o.bf16, on_bad_image=o.on_bad_image,
-        device=_device(o.device, accelerator), accelerator=accelerator, cache=cache, progress=_probing,
+        device=device, accelerator=accelerator, cache=cache, progress=_probing,
     )  # fmt: skip
     if accelerator is not None and not accelerator.is_main_process:
         return
@@ -122,9 +124,11 @@ def _where(o: EvaluateOptions) -> Path | None:
     return Path(o.out) if o.out else run / "evaluation.json" if (run / "checkpoints").is_dir() else None
 
 
-def _evaluate_diffusion(o: EvaluateOptions, model: Any, splits: Any, accelerator: Any, cache: Any) -> None:
-    """Layers x noise levels: a table of each score, a heat map, JSON."""
-    from residua.evaluate.diffusion import TIMES, best, evaluate_diffusion, grid, grid_table
+def _evaluate_diffusion(
+    o: EvaluateOptions, model: Any, splits: Any, device: str | None, accelerator: Any, cache: Any
+) -> None:
+    """Layers x noise levels: a table of each score, heat maps of accuracies, JSON."""
+    from residua.evaluate.diffusion import MARKED, TIMES, best, evaluate_diffusion, grid, grid_table
     from residua.report.curves import noise_heatmap
     from residua.report.figures import save
 
@@ -136,23 +140,24 @@ def _evaluate_diffusion(o: EvaluateOptions, model: Any, splits: Any, accelerator
         model, splits, times=o.times or TIMES, layers=layers(o.layers or ("all",)), knn=o.knn,
         probe=None if o.probe == "none" else o.probe, rank=o.rank, k=o.k, temperature=o.temperature,
         learning_rates=o.learning_rates or None, weight_decays=o.weight_decays or None, epochs=o.epochs,
-        baselines=o.baselines, batch_size=o.batch_size, device=_device(o.device, accelerator), limit=o.limit,
+        baselines=o.baselines, batch_size=o.batch_size, device=device, limit=o.limit,
         seed=o.seed, bf16=o.bf16, on_bad_image=o.on_bad_image, accelerator=accelerator, cache=cache,
     )  # fmt: skip
     if accelerator is not None and not accelerator.is_main_process:
         return
     warn_shared(splits)
-    shown = [metric for metric in ("linear probe", "kNN") if any(s.metric == metric for s in report.scores)]
-    for metric in shown:
-        console.print(grid_table(report, metric))
-    if "linear probe" in shown:
+    measured = {s.metric for s in report.scores}
+    for metric in ("linear probe", "kNN", "entropy rank"):
+        if metric in measured:
+            console.print(grid_table(report, metric))
+    if "linear probe" in measured:
         layer, noise = best(report)
         console.print(f"linear probe {report.value('linear probe'):.1f} % at layer {layer}, {noise}", markup=False)
     where = _where(o)
     if where is None:
         return
     console.print(f"written: {report.save(where)}", markup=False)
-    for metric in shown:
+    for metric in [metric for metric in MARKED if metric in measured]:
         picture = where.with_name(f"{where.stem}-{metric.split()[-1].lower()}.png")
         drawn = noise_heatmap(grid(report, metric), best(report, metric), f"{metric} (%)")
         console.print(f"picture: {save(drawn, picture)}", markup=False)
@@ -169,15 +174,6 @@ def _cache_folder(model: str, given: str | None) -> Path:
         if (folder / "checkpoints").is_dir() and os.access(folder, os.W_OK):
             return folder / "features"
     return cache_dir() / "features"
-
-
-def _device(given: str | None, accelerator: Any = None) -> str | None:
-    """The one asked for, or the GPU where there is one; several processes have theirs."""
-    import torch
-
-    if given or accelerator is not None:
-        return given
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _probing(done: int, total: int) -> None:
@@ -218,11 +214,12 @@ def embed(args: list[str]) -> None:
     from residua.evaluate.diffusion import is_diffusion
 
     o = tyro.cli(EmbedOptions, args=args, prog="residua embed")
+    device = device_of(o.device)
     model = open_any(o.model, o.weights, img_size(o.img_size))
     if is_diffusion(model):
         raise ValueError(f"{o.model} is a diffusion model, which embed does not read: residua evaluate scores it")
     path = residua.evaluate.embed(
         model, o.data, o.out, layers=layers(o.layers), readout=o.readout,
-        img_size=img_size(o.img_size), batch_size=o.batch_size, on_bad_image=o.on_bad_image, device=_device(o.device),
+        img_size=img_size(o.img_size), batch_size=o.batch_size, on_bad_image=o.on_bad_image, device=device,
     )  # fmt: skip
     console.print(f"written: {path}", markup=False)

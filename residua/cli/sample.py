@@ -12,13 +12,13 @@ import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tyro.conf import Positional, arg
 
-from .console import console, note, say
+from .console import console, device_of, note, say
 
 
 @dataclass(frozen=True)
 class SampleOptions:
     """Images from a diffusion model. Image i depends on the weights, the settings and (seed, i) alone: stopped
-    anywhere, the same command goes on, and a larger -n adds to what is there."""
+    anywhere, the same command goes on, and a larger -n adds to the folder or .npz file that is there."""
 
     model: Positional[str]
     """A run, a checkpoint, or published U-ViT or SiT weights."""
@@ -26,7 +26,7 @@ class SampleOptions:
     """How many."""
     out: str | None = None
     """A folder (PNG files), NAME.npz (one array, with labels), or NAME.png (one picture); default: samples in the run,
-    in a folder named after the settings."""
+    in a folder named after step and settings, its end a short hash of all of them."""
     sampler: str = "dpm-solver"
     """dpm-solver, ddim, heun, or euler-maruyama, which adds noise at every step."""
     steps: int | None = None
@@ -60,22 +60,21 @@ def sample(args: list[str]) -> None:
     """Make images."""
     o = tyro.cli(SampleOptions, args=args, prog="residua sample")
     out = make(o)
-    if out is not None and out.suffix != ".png":
+    if out is not None and not _is_picture(out):
         say(f"score:    residua score {out} --reference {shlex.quote(_trained_on(o.model))}")
 
 
 def make(o: SampleOptions) -> Path | None:
     """Make the images asked for, or those of them that are missing; where they are, for the process that says so."""
-    import torch
 
     from residua.train import checkpoint as ckpt
     from residua.train.sample import Sampling, attach_autoencoder, check_sampling
-    from residua.train.samplefiles import write_samples
+    from residua.train.samplefiles import describe, hash_weights, write_samples
 
     model = ckpt.load(o.model, ema=o.ema)
     asked = Sampling(o.sampler, o.steps, o.guidance, o.classes, o.seed, o.spacing, o.clip, o.precision, o.compile)
     accelerator: Any = None
-    device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of(o.device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from accelerate import Accelerator
 
@@ -86,17 +85,18 @@ def make(o: SampleOptions) -> Path | None:
     settings = check_sampling(model, asked, device)
     main = accelerator is None or accelerator.is_main_process
     weights = ckpt.weights_file(Path(o.model).expanduser(), ema=o.ema).resolve()
-    out = Path(o.out).expanduser() if o.out else _default_out(o, settings)
+    about = {"checkpoint": str(weights), "weights": hash_weights(model)}
+    out = Path(o.out).expanduser() if o.out else _default_out(o, weights, describe(model, settings, o.n) | about)
     columns = (TextColumn("{task.percentage:3.0f} %"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not (main and console.is_terminal)) as bar:
         task = bar.add_task("", total=o.n)
         try:
             write_samples(
-                model, out, o.n, settings, about={"checkpoint": str(weights)}, batch_size=o.batch_size, device=device,
+                model, out, o.n, settings, about=about, batch_size=o.batch_size, device=device,
                 accelerator=accelerator, progress=lambda done, total: bar.update(task, completed=done),
             )  # fmt: skip
         except KeyboardInterrupt:
-            if main and out.suffix != ".png":
+            if main and not _is_picture(out):
                 note(f"stopped; what is finished stays at {out}, and the same command goes on from there")
             raise
         bar.update(task, completed=o.n)
@@ -107,14 +107,25 @@ def make(o: SampleOptions) -> Path | None:
     return out
 
 
-def _default_out(o: SampleOptions, settings: Any) -> Path:
-    """RUN/samples/NAME, or samples/NAME for weights elsewhere."""
+def _default_out(o: SampleOptions, weights: Path, made: dict[str, Any]) -> Path:
+    """RUN/samples/NAME, or samples/NAME for weights elsewhere; other weights or settings have another name."""
+    from residua.train.samplefiles import hash_settings
+
     run = Path(o.model).expanduser()
     home = run / "samples" if (run / "checkpoints").is_dir() else Path("samples")
-    parts = [settings.sampler, str(settings.steps), f"seed{o.seed}"]
-    if settings.classes:
+    step = weights.parent.name if weights.parent.parent.name == "checkpoints" else weights.stem
+    parts = [step, made["sampler"], str(made["steps"]), f"seed{o.seed}"]
+    if o.guidance != 1:
         parts.append(f"guidance{o.guidance:g}")
-    return home / "-".join(parts)
+    if 0 < len(o.classes) <= 4 and made["classes"] != "all":
+        parts.append("classes" + "+".join(map(str, made["classes"])))
+    if not o.ema:
+        parts.append("no-ema")
+    return home / "-".join([*parts, hash_settings(made)])
+
+
+def _is_picture(out: Path) -> bool:
+    return out.suffix.lower() == ".png"
 
 
 def _trained_on(model: str) -> str:

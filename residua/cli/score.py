@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, arg
 
-from .console import console, img_size, note
+from .console import console, device_of, img_size, note
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,6 @@ class ScoreOptions:
 
 def score(args: list[str]) -> None:
     """Compare two sets of images."""
-    import torch
 
     from residua.data.arrays import cache_dir
     from residua.evaluate import FeatureCache
@@ -91,10 +90,11 @@ def score(args: list[str]) -> None:
         split=o.split, reference_split=o.reference_split, limit=o.limit, reference_limit=o.reference_limit, k=o.k,
         subsets=o.subsets, subset_size=o.subset_size, seed=o.seed, batch_size=o.batch_size, bf16=o.bf16,
         on_bad_image=o.on_bad_image, cache=cache, progress=_progress,
-        device=o.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device_of(o.device),
     )  # fmt: skip
     if cache is not None and cache.read + cache.computed:
         console.print(f"reference: {'kept in' if cache.computed else 'read from'} {cache.folder}", markup=False)
+    result.notes += _missing(o.samples)
     console.print(result.table())
     for text in result.notes:
         note(text)
@@ -124,6 +124,18 @@ def _ready(o: ScoreOptions) -> ScoreOptions:
     return replace(o, samples=str(made), reference=reference, limit=o.limit or o.n, img_size=size)
 
 
+def _missing(samples: str) -> list[str]:
+    """A note where a folder holds fewer samples than it was made for."""
+    from residua.data.folder import list_images
+    from residua.evaluate.pictures import made_by
+
+    path = Path(samples.removeprefix("folder:")).expanduser()
+    n = made_by(samples).get("n") if path.is_dir() else None
+    if not isinstance(n, int) or (there := len(list_images(path))) >= n:
+        return []
+    return [f"{path.name} was made for {n:,} images; {there:,} are there"]
+
+
 def _out(o: ScoreOptions) -> Path | None:
     """Where the JSON goes, looked at before the work starts."""
     if o.out:
@@ -132,7 +144,7 @@ def _out(o: ScoreOptions) -> Path | None:
     path = Path(o.samples.removeprefix("folder:")).expanduser()
     if path.is_dir() and os.access(path, os.W_OK):
         return path / "score.json"
-    if path.suffix in (".npz", ".npy") and os.access(path.parent, os.W_OK):
+    if path.suffix.lower() in (".npz", ".npy") and os.access(path.parent, os.W_OK):
         return path.with_suffix(".score.json")
     return None
 

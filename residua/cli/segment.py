@@ -9,7 +9,7 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import console, data_of, img_size, note
+from .console import console, data_of, device_of, img_size, note
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ class SegmentOptions:
 
 def segment(args: list[str]) -> None:
     """Cluster patches, score against masks."""
-    import torch
 
     import residua
     from residua.evaluate import segment
@@ -64,7 +63,7 @@ def segment(args: list[str]) -> None:
         model, splits, masks=o.masks, split=o.split, layer=o.layer, max_images=o.max_images,
         img_size=img_size(o.img_size), ignore_index=None if o.ignore_index < 0 else o.ignore_index,
         count_absent=o.count_absent, seed=o.seed, baselines=o.baselines, batch_size=o.batch_size,
-        intra=o.intra, inter=o.inter, device=o.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        intra=o.intra, inter=o.inter, device=device_of(o.device),
     )  # fmt: skip
     if result.without_mask:
         note(f"{result.without_mask:,} images have no mask in {o.masks} and were left out")

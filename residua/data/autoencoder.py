@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +15,9 @@ from torch import Tensor
 from residua.data.errors import DataError
 
 KINDS = ("AutoencoderKL", "AutoencoderTiny")
+COLOUR = 3
+"""Channels of the images that can be encoded."""
+_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")  # OWNER/NAME
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,11 @@ class Autoencoder:
 
     def __init__(self, model: Any, name: str) -> None:
         config = model.config
+        channels = _setting(config, "in_channels")
+        if channels not in (None, COLOUR):
+            raise DataError(f"the autoencoder {name} takes {channels}-channel images; expected one that takes {COLOUR}")
         scale, shift = (_setting(config, f"{what}_factor") for what in ("scaling", "shift"))
-        probe = torch.zeros(1, 3, 64, 64, device=next(model.parameters()).device)
+        probe = torch.zeros(1, COLOUR, 64, 64, device=next(model.parameters()).device)
         self.model = model.eval().requires_grad_(False)
         mean, _ = self.moments(probe)
         self.space = LatentSpace(
@@ -96,6 +103,8 @@ def _open(name: str) -> Autoencoder:
             "pip install 'residua[latents]'"
         ) from error
     folder = Path(name).expanduser()
+    if not folder.exists() and not _HUB.fullmatch(name):
+        raise DataError(f"there is no autoencoder at {folder.absolute()}: {_remedy(folder)}")
     where = str(folder.resolve()) if folder.exists() else name
     problems = []
     for place in ({}, {"subfolder": "vae"}):
@@ -107,9 +116,17 @@ def _open(name: str) -> Autoencoder:
                 continue
             model = getattr(diffusers, kind).from_pretrained(where, **place)
             return Autoencoder(model, where)
+        except DataError:
+            raise
         except (OSError, ValueError) as error:
             problems.append(str(error).splitlines()[0])
-    raise DataError(f"{name} cannot be opened as an autoencoder: {problems[0]}")
+    sought = "" if folder.exists() else f"; as a folder it would be {folder.absolute()}: {_remedy(folder)}"
+    raise DataError(f"{name} cannot be opened as an autoencoder: {problems[0]}{sought}")
+
+
+def _remedy(folder: Path) -> str:
+    """What to do about an autoencoder that is no longer where a run expects it."""
+    return f"if it has moved, link it there (ln -s NEWPLACE {folder.absolute()}), or sample with --latents NEWPLACE"
 
 
 def _setting(config: Any, name: str) -> float | None:

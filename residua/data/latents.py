@@ -11,6 +11,7 @@ and deviations are those of the autoencoder, neither shifted nor scaled.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -109,7 +110,10 @@ def latents_of(
             _encode(feed, source, autoencoder.to(device), img_size, unfinished, progress)
             _put(unfinished, home)
         except OSError as error:
-            raise DataError(f"latents cannot be written to {folder}: {error}") from error
+            raise DataError(
+                f"latents cannot be written to {folder}: {error}; free some space there, or name another place by "
+                "RESIDUA_DATA"
+            ) from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return LatentSource(source, home)
@@ -127,7 +131,7 @@ def _encode(
         encoded = torch.stack(both, dim=1).to("cpu", torch.float16)[kept].numpy()
         if rows is None:
             shape = (len(source), *encoded.shape[1:])
-            rows = np.lib.format.open_memmap(folder / "latents.npy", mode="w+", dtype=np.float16, shape=shape)
+            rows = new_array(folder / "latents.npy", np.float16, shape)
         rows[len(numbers) : len(numbers) + len(encoded)] = encoded
         numbers += wanted[kept].tolist()
         if progress is not None:
@@ -139,6 +143,21 @@ def _encode(
     np.save(folder / "index.npy", np.array(numbers))
     about = {"images": source.name, "split": source.split, "count": len(numbers), "img_size": img_size}
     (folder / "about.json").write_text(json.dumps(about | {"autoencoder": autoencoder.space.to_dict()}, indent=1))
+
+
+def new_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.memmap:
+    """A memory-mapped file of zeros whose space is set aside: on a full disk this is an `OSError`, where writing to the
+    map later would end the process."""
+    rows = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    if hasattr(os, "posix_fallocate"):
+        try:
+            with path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # of file systems that cannot
+                path.unlink()
+                raise
+    return rows
 
 
 def _batches(feed: Feed) -> Iterator[tuple[Tensor, Batch]]:

@@ -233,24 +233,27 @@ def grid(report: Report, metric: str = "linear probe") -> dict[int, dict[str, fl
     return found
 
 
+MARKED = {"linear probe": "chosen on held-out training images", "kNN": "highest on test images: flattering"}
+"""What the star in a table means; a rank is no score, and none of it is marked."""
+
+
 def grid_table(report: Report, metric: str = "linear probe") -> Table:
-    """Layers down, noise levels across; the one to quote is marked."""
-    levels, star = report.readout.split(", "), best(report, metric)
+    """Layers down, noise levels across; of accuracies the one to quote is marked."""
+    levels = report.readout.split(", ")
     own = next(s for s in report.scores if (s.metric, s.subject) == (metric, MODEL))
-    chosen = "chosen on held-out training images" if metric == "linear probe" else "highest on test images: flattering"
+    star, digits = (best(report, metric), 1) if metric in MARKED else (None, 2)
+    caption = f"(*) {MARKED[metric]}" if metric in MARKED else f"of the {own.settings['of']} images"
     title = f"{own.name}, {own.unit}: {report.data}, {report.n_train:,} train and {report.n_test:,} test images"
-    table = Table(
-        title=title, caption=f"(*) {chosen}; mean of patch tokens", title_justify="left", caption_justify="left"
-    )
+    table = Table(title=title, caption=f"{caption}; mean of patch tokens", title_justify="left", caption_justify="left")
     for heading in ("layer", *levels):
         table.add_column(heading, justify="right")
     for layer, row in grid(report, metric).items():
-        cells = [f"{row.get(name, math.nan):.1f}{' *' * ((layer, name) == star)}" for name in levels]
+        cells = [f"{row.get(name, math.nan):.{digits}f}{' *' * ((layer, name) == star)}" for name in levels]
         table.add_row(str(layer), *cells, end_section=layer == report.layers[-1])
     fresh = {s.settings["readout"]: s for s in report.scores if (s.metric, s.subject) == (metric, RANDOM)}
     plain = [s for s in report.scores if (s.metric, s.subject) == (metric, PIXELS)]
     if fresh:
-        table.add_row(f"{RANDOM}, last", *(f"{fresh[name].value:.1f}" for name in levels))
+        table.add_row(f"{RANDOM}, last", *(f"{fresh[name].value:.{digits}f}" for name in levels))
     if plain:
-        table.add_row(PIXELS, f"{plain[0].value:.1f}", *[""] * (len(levels) - 1))
+        table.add_row(PIXELS, f"{plain[0].value:.{digits}f}", *[""] * (len(levels) - 1))
     return table

@@ -15,6 +15,7 @@ from residua.data.augment import ImgSize, pair
 from residua.data.decode import conform, resize
 from residua.data.folder import FolderSource, list_images
 from residua.data.source import Subset, fingerprint_of
+from residua.train.samplefiles import described
 
 Split = Literal["train", "test"]
 
@@ -98,7 +99,7 @@ def open_images(spec: str, split: Split | None = None) -> Source:
     images unless told otherwise. Arrays are uint8 (N, H, W, 3), in a `.npz` under `arr_0` or as its only one.
     """
     path = Path(spec.removeprefix("folder:")).expanduser()
-    if path.suffix in (".npz", ".npy") and ":" not in spec:
+    if path.suffix.lower() in (".npz", ".npy") and ":" not in spec:
         return _open_array(path)
     if (path / "checkpoints").is_dir():
         raise DataError(f"{spec} is a run, not images: give a folder, a .npz or .npy file, or a source of images")
@@ -114,17 +115,24 @@ def open_images(spec: str, split: Split | None = None) -> Source:
 
 
 def made_by(spec: str) -> dict[str, Any]:
-    """What is known of how samples came about (sampler, steps, guidance, ...): `samples.json` in their folder, or a
-    `.json` file of the array's name."""
+    """What is known of how samples came about (sampler, steps, guidance, ...): `samples.json` in their folder, `about`
+    in a `.npz` file of `residua sample`, or else a `.json` file of the array's name."""
     path = Path(spec.removeprefix("folder:")).expanduser()
+    if path.suffix.lower() == ".npz" and path.is_file() and (inside := described(path)):
+        return inside
     file = path / "samples.json" if path.is_dir() else path.with_suffix(".json")
-    if not (path.is_dir() or path.suffix in (".npz", ".npy")) or not file.is_file():
+    if not (path.is_dir() or path.suffix.lower() in (".npz", ".npy")) or not file.is_file():
         return {}
     try:
         known = json.loads(file.read_text())
     except ValueError as error:
         raise DataError(f"{file} is not JSON: {error}") from error
     return dict(known) if isinstance(known, Mapping) else {}
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _open_folder(path: Path) -> FolderSource:
@@ -139,15 +147,15 @@ def _open_array(path: Path) -> ArraySource:
         raise DataError(f"there is no file {path}")
     try:
         images = np.load(path, mmap_mode="c", allow_pickle=False)
-        if path.suffix == ".npz":
+        if isinstance(images, np.lib.npyio.NpzFile):
             names = images.files
             if "arr_0" not in names and len(names) != 1:
                 raise DataError(f"{path} holds {', '.join(names)}; expected images under arr_0")
             images = images["arr_0" if "arr_0" in names else names[0]]
     except DataError:
         raise
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as an array: {error}") from error
+    except Exception as error:  # whatever a damaged archive makes of itself
+        raise DataError(f"{path} cannot be read as an array, it may be damaged: {first_line(error)}") from error
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in (1, 3) or 0 in images.shape:
         raise DataError(
             f"{path} holds {images.dtype} of shape {images.shape}; "

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from residua.data import Batch, DataError, Feed, Preprocessing, Source
+from residua.data.augment import ImgSize
 from residua.data.feed import OnBadImage
 
 from .cache import CacheError, Entry, FeatureCache, checksum
 from .extractor import Extractor
 from .features import Subject, read_features
-from .fid import Moments, Statistics, statistics
-from .pictures import Pictures
-from .reading import Column, Reader, View, pass_over
+from .fid import Moments, Statistics, exact_float32, statistics
+from .pictures import Pictures, first_line
+from .reading import Column, Reader, View, frozen, pass_over, undisturbed
 
 Progress = Callable[[str, int, int], None]
 """Called with whose images, how many are done, and of how many (0: not known)."""
@@ -100,6 +101,23 @@ def summarize(
         if entry is not None:
             store_statistics(entry, stored)
     return Summary(pictures.name, pictures.split, pictures.shape, stored, kept)
+
+
+def keep_reference(
+    source: Source,
+    extractor: Extractor,
+    *,
+    img_size: ImgSize,
+    device: str | torch.device,
+    cache: FeatureCache,
+    on_bad_image: OnBadImage = "error",
+    progress: Progress = lambda what, done, total: None,
+) -> None:
+    """Have the statistics of a reference in the cache before there is anything to score against it."""
+    pictures = Pictures(source, img_size)
+    with frozen(extractor.module, device) as where, exact_float32(), undisturbed():
+        settings = Settings(where, on_bad_image=on_bad_image, progress=progress)
+        summarize(pictures, extractor, settings, features=False, cache=cache)
 
 
 def _pass(pictures: Pictures, reader: Reader, view: View, settings: Settings) -> Statistics:
@@ -196,8 +214,8 @@ def check_writable(entry: Entry) -> None:
             raise PermissionError(f"{entry.folder} is read-only")
     except OSError as error:
         raise CacheError(
-            f"cannot write statistics to {where}: {error.strerror or error}. Choose another folder (--cache-dir) or do "
-            "without (--no-cache)"
+            f"cannot write statistics to {where}: {error.strerror or error}. Choose another folder "
+            "(RESIDUA_DATA; of residua score also --cache-dir) or score without (--no-cache)"
         ) from error
 
 
@@ -222,8 +240,8 @@ def published_statistics(spec: object) -> Statistics | None:
             if not {"mu", "sigma"} <= set(stored.files):
                 return None
             mean, cov = (np.asarray(stored[name], np.float64) for name in ("mu", "sigma"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{spec} cannot be read: {error}") from error
+    except Exception as error:  # whatever a damaged archive makes of itself
+        raise DataError(f"{spec} cannot be read, it may be damaged: {first_line(error)}") from error
     if mean.ndim != 1 or cov.shape != (len(mean), len(mean)):
         raise DataError(f"{spec}: mu of shape {mean.shape} and sigma of {cov.shape} are no mean and covariance")
     return Statistics(0, torch.from_numpy(mean), torch.from_numpy(cov))

@@ -219,7 +219,8 @@ def times(process: Process, steps: int, spacing: Steps = "uniform") -> Tensor:
     if spacing != "logsnr":
         raise ValueError(f"spacing is {spacing!r}; choose 'uniform' or 'logsnr'")
     ends = grid[[0, -1]].clamp(1e-4, 1 - 1e-4)  # where log(a / s) is finite
-    wanted = torch.linspace(*_log_ratio(process, ends).tolist(), steps + 1, dtype=torch.float64)
+    first, last = _log_ratio(process, ends).tolist()
+    wanted = torch.linspace(first, last, steps + 1, dtype=torch.float64)
     grid[1:-1] = process.when(wanted[1:-1])
     return grid
 

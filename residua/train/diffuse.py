@@ -133,11 +133,11 @@ class Diffusion(Session[Diffuse, Any]):
 
     def hooks(self, **hooks: Any) -> Hooks:
         """Pictures of samples while training, beside what is given."""
-        every, also = self.steps_per_grid, hooks.pop("on_interval", lambda step, model: None)
+        every, also = self.steps_per_grid, hooks.pop("on_interval", None)
 
         def on_interval(step: int, model: nn.Module) -> dict[str, Any] | None:
             self.write_grid(step, model)
-            return also(step, model)
+            return also(step, model) if also is not None else None
 
         return Hooks(**hooks, every=every, on_interval=on_interval, averaged=True)
 
@@ -192,6 +192,10 @@ def prepare(config: Diffuse, progress: data.feed.Progress | None = None) -> Diff
     device, splits = accelerator.device, data.load(config.data.data)
     if config.machine.fid_every and accelerator.num_processes > 1:
         raise ValueError("fid_every is for one process; score samples afterwards: residua sample, residua score")
+    if config.machine.fid_every and splits.train.channels not in (1, 3):
+        raise DataError(
+            f"fid_every is for images of 1 or 3 channels; {splits.train.name} has {splits.train.channels}: leave it out"
+        )
     autoencoder = open_autoencoder(config.model.latents, device) if config.model.latents else None
     space = autoencoder.space if autoencoder else None
     config = resolve(config, splits.train, device.type, space)

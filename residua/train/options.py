@@ -148,6 +148,7 @@ class Config:
     @classmethod
     def read(cls, path: Path) -> Self:
         """From YAML, grouped as written by `save` or flat."""
+        _check_kind(path, cls().settings())
         flat = read_flat(path, {f.name for f in fields(cls)})
         try:
             return cls().override(**flat)
@@ -165,6 +166,23 @@ def read_flat(path: Path, groups: set[str] | None = None) -> dict[str, Any]:
         grouped = isinstance(value, dict) and (groups is None or name in groups)
         flat |= value if grouped else {name: value}
     return {name: _number(value) for name, value in flat.items()}
+
+
+KINDS = {
+    "mask_ratio": "a pretraining run (residua pretrain)",
+    "layer_decay": "a classifier's run (residua finetune)",
+    "process": "a diffusion run (residua diffuse)",
+}
+"""Settings that one kind of run alone has, and what it is."""
+
+
+def _check_kind(path: Path, own: dict[str, Any]) -> None:
+    """Refuse settings of another kind of run than the one whose are `own`."""
+    given = read_flat(path)
+    theirs = next((kind for mark, kind in KINDS.items() if mark in given and mark not in own), None)
+    if theirs is not None:
+        ours = next(kind for mark, kind in KINDS.items() if mark in own)
+        raise ValueError(f"{path} has the settings of {theirs}, not of {ours}")
 
 
 def trained_on(model: str | Path) -> str | None:

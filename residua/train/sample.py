@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,8 +75,8 @@ def check_sampling(model: nn.Module, settings: Sampling, device: str | torch.dev
         near = difflib.get_close_matches(settings.sampler, SAMPLERS, n=2, cutoff=0.4) or list(SAMPLERS)
         raise ValueError(f"no sampler named {settings.sampler!r}; did you mean {' or '.join(near)}?")
     steps = STEPS.get(settings.sampler, 50) if settings.steps is None else settings.steps
-    if steps < 1 or settings.guidance < 0:
-        raise ValueError(f"steps {steps} and guidance {settings.guidance}: expected at least 1 and at least 0")
+    if steps < 1 or not 0 <= settings.guidance < math.inf:
+        raise ValueError(f"steps {steps} and guidance {settings.guidance}: expected at least 1 and at least 0, finite")
     if settings.precision is None:
         where = next(model.parameters()).device if device is None else torch.device(device)
         settings = replace(settings, precision="fp16" if where.type == "cuda" else "float32")
@@ -98,9 +99,9 @@ def _numbers(model: Any, classes: Sequence[int | str]) -> tuple[int, ...]:
     names: list[str] = list(getattr(model, "classes", None) or [])
     found = []
     for given in classes:
-        if str(given) in names:
-            found.append(names.index(str(given)))
-        elif str(given).lstrip("-").isdigit():
+        if isinstance(given, str) and given in names:  # a number stays one, whatever classes are called
+            found.append(names.index(given))
+        elif re.fullmatch(r"-?\d+", str(given)):
             found.append(int(given))
         else:
             near = difflib.get_close_matches(str(given), names, n=3, cutoff=0.4) or names[:5]
@@ -113,8 +114,15 @@ def _numbers(model: Any, classes: Sequence[int | str]) -> tuple[int, ...]:
 
 
 def attach_autoencoder(model: Any, name: str, device: str | torch.device = "cpu") -> None:
-    """Let a model of latents, which came without its autoencoder, be decoded by this one."""
-    space = open_autoencoder(name, torch.device(device)).space
+    """Let a model of latents, which came without its autoencoder, be decoded by this one; or say where the one that it
+    was trained with lies now."""
+    space, own = open_autoencoder(name, torch.device(device)).space, getattr(model, "autoencoder", None)
+    if own is not None and replace(space, name=own.name) != own:
+        raise ValueError(
+            f"{name} is not the autoencoder that this model was trained with ({own.name}, weights {own.weights}): its "
+            f"weights are {space.weights}, scale {space.scale:g}, shift {space.shift:g}; leave --latents out, or give "
+            "the folder where the right one lies now"
+        )
     if space.channels != model.in_chans:
         raise ValueError(f"{name} has latents of {space.channels} channels; the model makes {model.in_chans}")
     side = tuple(n * space.factor for n in model.img_size)
@@ -134,17 +142,35 @@ def generate(model: Any, index: Tensor, settings: Sampling, progress: Progress |
     """Images `index` (B,) under checked settings: uint8 (B, C, H, W). Where memory runs out, in halves."""
     try:
         x = _solve(model, index, settings, progress)
-        if settings.precision in ("bf16", "fp16") and not bool(torch.isfinite(x).all()):
-            warnings.warn(
-                f"{settings.precision} is too coarse for this model: these images are made in float32", stacklevel=2
-            )
+        if settings.precision in ("bf16", "fp16") and not _finite(x):
             x = _solve(model, index, replace(settings, precision="float32"), progress)
+            if _finite(x):
+                warnings.warn(
+                    f"{settings.precision} is too coarse for this model: these images are made in float32", stacklevel=2
+                )
+        if not _finite(x):
+            raise ValueError(_not_finite(model, settings))
         return _pixels(model, x)
     except torch.OutOfMemoryError:
         if len(index) == 1:
             raise
     torch.cuda.empty_cache()
     return torch.cat([generate(model, part, settings, progress) for part in index.chunk(2)])
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
+
+
+def _not_finite(model: nn.Module, settings: Sampling) -> str:
+    """Why there are no images."""
+    bad = [name for name, value in model.state_dict().items() if not _finite(value)]
+    if bad:
+        return f"the model has weights that are not finite ({bad[0]}): it makes no images; take an earlier checkpoint"
+    return (
+        f"samples are not finite with guidance {settings.guidance:g}, {settings.sampler}, {settings.steps} steps, clip "
+        f"{settings.clip}: try guidance nearer to 1, more steps, or clip True"
+    )
 
 
 def _solve(model: Any, index: Tensor, settings: Sampling, progress: Progress | None) -> Tensor:
@@ -185,6 +211,8 @@ def _pixels(model: Any, x: Tensor) -> Tensor:
     space = getattr(model, "autoencoder", None)
     if space is not None:
         x = torch.cat([open_autoencoder(space, x.device).decode(part) for part in x.split(16)])
+        if not _finite(x):
+            raise ValueError(f"the autoencoder {space.name} decodes these latents to values that are not finite")
     if model.preprocessing is None:
         raise ValueError("this model does not say how its numbers become pixels: set model.preprocessing")
     return (model.preprocessing.denormalize(x) * 255).round().to(torch.uint8)

@@ -1,7 +1,12 @@
-"""Samples on disk: a folder of PNG files, one .npz file, or one picture. Stopped anywhere, the same call goes on."""
+"""Samples on disk: a folder of PNG files, one .npz file, or one picture. Stopped anywhere, the same call goes on.
+
+How samples came about is kept with them: OUT/samples.json, `about` in OUT.npz, or OUT.png.json (`described`).
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import shutil
@@ -14,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from residua.data.latents import new_array
 from residua.train.checkpoint import write_text
 from residua.train.sample import (
     Progress,
@@ -31,6 +37,7 @@ from residua.train.sample import (
 )
 
 _OTHER = (".npy", ".jpg", ".jpeg", ".webp", ".gif", ".zip", ".tar", ".pt")  # what is no folder, and not written
+_FREE = {"n", "checkpoint", "autoencoder"}  # may change as a set grows: how many, and where things lie
 
 
 class Place(Protocol):
@@ -67,7 +74,7 @@ class Rows:
     def __init__(self, path: Path, shape: tuple[int, ...], create: bool) -> None:
         images, done = path / "images.npy", path / "done.npy"
         if create and not done.exists():
-            np.lib.format.open_memmap(images, mode="w+", dtype=np.uint8, shape=shape).flush()
+            new_array(images, np.uint8, shape).flush()
             part = path / ".done.npy"
             np.save(part, np.zeros(shape[0], bool))
             os.replace(part, done)
@@ -99,8 +106,8 @@ def write_samples(
     """`n` samples as a folder of PNGs, as `OUT.npz` (`arr_0` uint8 (n, H, W, C), `labels` where there are classes), or
     as one picture `OUT.png`. Several processes share the work.
 
-    What is there already is not made again. How the samples came about is written beside them (`samples.json` in the
-    folder, `OUT.json` beside a file), with whatever `about` adds; samples of other settings are never mixed in.
+    What is there already is not made again; a folder or `.npz` gets what it lacks. How the samples came about is kept
+    with them (see `described`), with whatever `about` adds; samples of other weights or settings are never mixed in.
     """
     path = Path(out).expanduser()
     if n < 1 or (batch_size is not None and batch_size < 1):
@@ -108,11 +115,13 @@ def write_samples(
     where = accelerator.device if device is None and accelerator is not None else device
     chosen = check_sampling(model, settings or Sampling(), where)
     made = describe(model, chosen, n) | (about or {})
-    if path.suffix == ".png":
+    if "weights" not in made:
+        made["weights"] = hash_weights(model)
+    if path.suffix.lower() == ".png":
         return _picture(model, path, n, chosen, made, batch_size, device, accelerator, progress)
     if path.suffix.lower() in _OTHER:
         raise ValueError(f"{path}: samples are written to a folder, a .npz file or a .png picture")
-    write = _write_array if path.suffix == ".npz" else _write_folder
+    write = _write_array if path.suffix.lower() == ".npz" else _write_folder
     main = accelerator is None or accelerator.is_main_process
     wait: Callable[[], None] = (lambda: None) if accelerator is None else accelerator.wait_for_everyone
 
@@ -122,7 +131,15 @@ def write_samples(
         _fill(model, place, todo, n, chosen, batch_size, where, accelerator, progress if main else None)
         wait()
 
-    write(model, path, n, chosen, made, fill, main, wait)
+    try:
+        write(model, path, n, chosen, made, fill, main, wait)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ValueError(
+            f"{path}: there is no room for {n:,} samples ({error.strerror}): free some space and run the same again, "
+            "which goes on from what is there, or choose another --out"
+        ) from error
     return path
 
 
@@ -133,7 +150,46 @@ def describe(model: Any, settings: Sampling, n: int) -> dict[str, Any]:
     if settings.classes:
         every = settings.classes == tuple(range(model.num_classes))
         made |= {"guidance": settings.guidance, "classes": "all" if every else list(settings.classes)}
+    if (space := getattr(model, "autoencoder", None)) is not None:
+        made |= {"autoencoder": space.name, "autoencoder_weights": space.weights}
     return made | {"precision": settings.precision}
+
+
+def hash_weights(model: nn.Module) -> str:
+    """Of everything in the state of a model: the same wherever its file lies."""
+    state = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(model.state_dict().items()):
+        state.update(name.encode())
+        state.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return state.hexdigest()
+
+
+def hash_settings(made: dict[str, Any]) -> str:
+    """Short, of weights and settings: two sets of samples that must not be mixed differ in it."""
+    fixed = {key: value for key, value in made.items() if key not in _FREE}
+    return hashlib.blake2b(json.dumps(fixed, sort_keys=True).encode(), digest_size=3).hexdigest()
+
+
+def described(path: Path) -> dict[str, Any]:
+    """How the samples in a folder, a `.npz` or a picture came about, as far as is known."""
+    if path.suffix.lower() == ".npz" and path.is_file():
+        about = _stored(path, "about")
+        return {} if about is None else json.loads(str(about))
+    file = path / "samples.json" if path.is_dir() else _beside(path)
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _stored(path: Path, name: str) -> np.ndarray | None:
+    """One array of a `.npz`, where it has it."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return stored[name] if name in stored.files else None
+    except Exception as error:  # whatever a damaged archive makes of itself
+        raise ValueError(f"{path} cannot be read, it may be damaged: {error}") from error
+
+
+def _beside(picture: Path) -> Path:
+    return picture.with_name(f"{picture.name}.json")
 
 
 def _fill(
@@ -165,7 +221,9 @@ def _write_folder(
         raise ValueError(f"images of {model.preprocessing.in_chans} channels are no PNGs: give --out NAME.npz")
     if main:
         path.mkdir(parents=True, exist_ok=True)
-        _settle(path / "samples.json", made, any(path.glob("*.png")))
+        if any(path.glob("*.png")):
+            made = _joined(path, described(path), made)
+        write_text(path / "samples.json", json.dumps(made, indent=1))
     wait()
     fill(Folder(path, n))
 
@@ -174,17 +232,18 @@ def _write_array(
     model: Any, path: Path, n: int, settings: Sampling, made: dict[str, Any], fill: Callable[[Place], None],
     main: bool, wait: Callable[[], None],
 ) -> None:  # fmt: skip
-    about, parts = path.with_suffix(".json"), path.with_name(f".{path.name}.parts")
+    parts = path.with_name(f".{path.name}.parts")
     if path.exists():
-        if main and not (about.exists() and json.loads(about.read_text()) == made):
-            raise ValueError(f"{path} is there already, with other samples: choose another --out, or remove it")
-        return
+        before = described(path)
+        _joined(path, before, made)
+        if main and 0 < described(parts).get("n", 0) <= before["n"]:  # left by a kill after the last step
+            shutil.rmtree(parts, ignore_errors=True)
+        if before["n"] >= n:
+            return
     size = model.preprocessing.img_size
     shape = (n, *size, model.preprocessing.in_chans)
     if main:
-        parts.mkdir(parents=True, exist_ok=True)
-        _settle(parts / "samples.json", made, (parts / "done.npy").exists(), growing=False)
-        Rows(parts, shape, create=True)
+        _begin_array(path, parts, shape, made)
     wait()
     rows = Rows(parts, shape, create=False)
     fill(rows)
@@ -192,26 +251,44 @@ def _write_array(
         labels = labels_of(torch.arange(n), settings)
         named: dict[str, Any] = {} if labels is None else {"labels": labels.numpy()}
         unfinished = parts / "whole.npz"
-        np.savez(unfinished, arr_0=rows.images, **named)
-        os.replace(unfinished, path)
-        write_text(about, json.dumps(made, indent=1))
+        try:
+            np.savez(unfinished, arr_0=rows.images, about=np.array(json.dumps(made)), **named)
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
         shutil.rmtree(parts)
     wait()
 
 
-def _settle(file: Path, made: dict[str, Any], begun: bool, growing: bool = True) -> None:
-    """Note how the samples are made, or refuse to mix them with others; a `growing` set may get more."""
-    if begun:
-        before = json.loads(file.read_text()) if file.exists() else {}
-        differ = {k for k in before | made if before.get(k) != made.get(k)} - ({"n"} if growing else set())
-        if differ or not before:
-            what = ", ".join(f"{k} {before.get(k)} there, {made.get(k)} asked for" for k in sorted(differ) if before)
+def _begin_array(path: Path, parts: Path, shape: tuple[int, ...], made: dict[str, Any]) -> None:
+    """Rows to be filled, with those of a smaller array that is there."""
+    parts.mkdir(parents=True, exist_ok=True)
+    if (parts / "done.npy").exists():
+        begun = described(parts)
+        _joined(path, begun, made)
+        if begun["n"] != made["n"]:
             raise ValueError(
-                f"{file.parent} holds samples of other settings ({what or 'unknown ones'}): choose another --out, "
-                "or remove them"
+                f"{path} was begun with {begun['n']:,} samples and is not finished: first run the same with -n "
+                f"{begun['n']}, or remove {parts}"
             )
-        made = made | {"n": max(before["n"], made["n"])}
-    write_text(file, json.dumps(made, indent=1))
+    write_text(parts / "samples.json", json.dumps(made, indent=1))
+    rows = Rows(parts, shape, create=True)
+    if path.exists():
+        there = _stored(path, "arr_0")
+        assert there is not None
+        rows.put(np.arange(len(there)), torch.from_numpy(there).permute(0, 3, 1, 2))
+
+
+def _joined(path: Path, before: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+    """The description of a set of samples that gets more; an error where the new ones would be of another kind."""
+    differ = sorted(key for key in (before | made).keys() - _FREE if before.get(key) != made.get(key))
+    if differ:
+        what = ", ".join(f"{key} {before.get(key)} there, {made.get(key)} asked for" for key in differ)
+        raise ValueError(
+            f"{path} holds samples of other settings ({what if before else 'unknown ones'}): choose another --out, or "
+            "remove them"
+        )
+    return made | {"n": max(before["n"], made["n"])}
 
 
 def _picture(
@@ -221,6 +298,7 @@ def _picture(
     if accelerator is None or accelerator.is_main_process:
         path.parent.mkdir(parents=True, exist_ok=True)
         images = sample(model, n, settings=settings, batch_size=batch_size, device=device, progress=progress)
+        _beside(path).unlink(missing_ok=True)  # of the picture before
         save_png(grid_image(images, len(settings.classes) if 1 < len(settings.classes) <= 20 else None), path)
-        write_text(path.with_suffix(".json"), json.dumps(made, indent=1))
+        write_text(_beside(path), json.dumps(made, indent=1))
     return path

@@ -1,5 +1,7 @@
 """Latents: encoded once, flipped, drawn and scaled; and the autoencoders they come from."""
 
+import errno
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +124,29 @@ def test_stopped_while_encoding_nothing_is_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def full(handle: int, start: int, size: int) -> None:
+        asked.append((start, size))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DataError, match=r"cannot be written to .*No space left.*RESIDUA_DATA") as error:
+        latents_of(source(), Autoencoder(StandIn(), "a"), 16, tmp_path, CPU)
+    assert str(tmp_path) in str(error.value)
+    assert asked == [(0, 128 + 10 * 2 * 6 * 4 * 4 * 2)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_sets_no_space_aside_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*_: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", cannot)
+    assert len(latents_of(source(), Autoencoder(StandIn(), "a"), 16, tmp_path, CPU)) == 10
+
+
 def test_grey_images_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="colour"):
         latents_of(residua.data.load("digits").train, Autoencoder(StandIn(), "a"), 8, tmp_path, CPU)
@@ -160,6 +185,40 @@ def test_a_model_learns_latents_samples_images_and_is_probed(
     monkeypatch.setattr(autoencoder, "_open", lambda name: other)
     with pytest.raises(DataError, match="other weights"):
         residua.sample(model, 1, steps=1)
+
+
+def test_an_autoencoder_of_other_channels_is_refused() -> None:
+    grey = StandIn()
+    grey.config["in_channels"] = 1
+    with pytest.raises(DataError, match="the autoencoder some/vae takes 1-channel images; expected one that takes 3"):
+        Autoencoder(grey, "some/vae")
+
+
+@pytest.mark.parametrize("name", ["/moved/vae", "./vae", "vae"])
+def test_a_folder_that_has_moved_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    kind = SimpleNamespace(load_config=lambda *given, **place: asked.append(given))
+    monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(AutoencoderKL=kind))
+    monkeypatch.chdir(tmp_path)
+    autoencoder._open.cache_clear()
+    place = tmp_path / name
+    for given in (name, LatentSpace(name, 4, 8, 1.0, 0.0, "hash")):
+        with pytest.raises(DataError, match=rf"no autoencoder at {place}: if it has moved, .*ln -s NEWPLACE {place}"):
+            open_autoencoder(given)
+    assert not asked  # the hub has no such names
+
+
+def test_a_name_that_the_hub_does_not_have_may_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*given: Any, **place: Any) -> None:
+        raise OSError("no connection\nand much advice")
+
+    kind = SimpleNamespace(load_config=lost)
+    monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(AutoencoderKL=kind))
+    monkeypatch.chdir(tmp_path)
+    autoencoder._open.cache_clear()
+    says = f"some/vae cannot be opened as an autoencoder: no connection; as a folder it would be {tmp_path}/some/vae"
+    with pytest.raises(DataError, match=says):
+        open_autoencoder("some/vae")
 
 
 def test_without_diffusers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,3 +62,11 @@ def test_the_probe_of_he_et_al(run: Path, capsys) -> None:
     score = next(s for s in stored["scores"] if s["metric"] == "linear probe")
     assert {"protocol", "epochs", "learning_rate", "readout", "seed", "n_train", "n_test"} <= set(score["settings"])
     assert [h["learning_rate"] for h in stored["probes"]["model"]["grid"]] == [0.1, 10.0]
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+@pytest.mark.parametrize("command", ["evaluate", "embed"])
+def test_a_device_that_is_not_there_is_told_first(command: str, device: str, capsys) -> None:
+    assert cli.main([command, "no-run", "--data", "shapes", "--device", device]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"error: --device {device}: there is no such device; there is cpu" in said

@@ -78,6 +78,18 @@ def test_layer_and_noise_are_chosen_on_held_out_training_images() -> None:
     json.loads(report.to_json())
 
 
+def test_a_table_of_ranks_marks_nothing() -> None:
+    report = evaluate_diffusion(network(), DATA, probe=None, times=(0.02, 0.9), rank=True)
+    table = grid_table(report, "entropy rank")
+    cells = [list(column.cells) for column in table.columns]
+    ranks = grid(report, "entropy rank")
+    assert cells[0] == ["0", "1", "2", "random init, last", "pixels"]
+    assert cells[2][:3] == [f"{ranks[layer]['t=0.9']:.2f}" for layer in ranks]
+    assert cells[1][-1] == f"{report.value('entropy rank', 'pixels'):.2f}"
+    assert str(table.title).startswith("entropy rank, nats")
+    assert table.caption == "of the test images; mean of patch tokens"
+
+
 def test_a_little_noise_costs_less_than_much() -> None:
     """Nothing of an image is left at t = 0.99: its features cannot know the class."""
     model = network(in_chans=1, img_size=8, patch_size=2, embed_dim=32)
@@ -119,9 +131,13 @@ def test_the_command_writes_tables_figure_and_json(tmp_path: Path, capsys: pytes
     out = capsys.readouterr().out
     assert "t=0.05" in out
     assert "t=0.3" in out
+    assert "linear probe (lbfgs), %" in out
+    assert "entropy rank, nats" in out
     stored = json.loads((tmp_path / "evaluation.json").read_text())
     assert stored["readout"] == "t=0.05, t=0.3"
     assert (tmp_path / "evaluation-probe.png").exists()
     assert (tmp_path / "evaluation-knn.png").exists()
+    assert cli.main([*args, "--times", "0.05", "--no-rank"]) == 0
+    assert "entropy rank" not in capsys.readouterr().out
     assert cli.main([*args, "--geometry"]) == 2
     assert "--geometry is not for diffusion models" in capsys.readouterr().err

@@ -308,14 +308,34 @@ def test_a_run_stands_for_its_samples_and_its_images(script: Path, tmp_path: Pat
     out = " ".join(capsys.readouterr().out.split())
     assert "6 images of 8 x 8 px (sampler dpm-solver, steps 50" in out
     assert "shapes train, 20 images of 8 x 8 px" in out
-    made = run / "samples" / "dpm-solver-50-seed0"
+    (made,) = (run / "samples").iterdir()
+    assert made.name.startswith("step-0000001-dpm-solver-50-seed0-")
     assert len(list(made.glob("*.png"))) == 6
     before = {file: file.stat().st_mtime_ns for file in made.glob("*.png")}
     assert cli.main(args) == 0  # nothing is made twice
     assert {file: file.stat().st_mtime_ns for file in made.glob("*.png")} == before
+    write_checkpoint(run, 2, model, {})  # it has trained on
+    assert cli.main(args) == 0
+    assert "step-0000002-dpm-solver-50-seed0-" in "".join(capsys.readouterr().out.split())
     (run / "config.yaml").unlink()
     assert cli.main(args) == 2
     assert "give --reference" in capsys.readouterr().err
+
+
+def test_samples_that_are_missing_are_noted(samples: Path, script: Path, tmp_path: Path, capsys) -> None:
+    def notes(*options: str) -> list[str]:
+        assert cli.main(["score", str(samples), *good, *options]) == 0
+        capsys.readouterr()
+        return [text for text in json.loads((samples / "score.json").read_text())["notes"] if "was made for" in text]
+
+    good = ["--reference", str(samples), "--extractor", str(script), "--no-cache", "--device", "cpu"]
+    (samples / "samples.json").write_text(json.dumps({"sampler": "DPM-Solver", "n": 30}))
+    assert notes() == []
+    (samples / "003.png").unlink()
+    assert notes() == ["samples was made for 30 images; 29 are there"]
+    assert notes("--limit", "5") == ["samples was made for 30 images; 29 are there"]
+    (samples / "samples.json").write_text(json.dumps({"sampler": "DPM-Solver"}))
+    assert notes() == []
 
 
 def test_mistakes_at_the_command(samples: Path, script: Path, tmp_path: Path, capsys) -> None:

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from PIL import Image
 from residua.data import DataError
 from residua.data.arrays import ArraySource
 from residua.evaluate.pictures import Pictures, made_by, open_images
+from residua.evaluate.summary import published_statistics
 
 
 def pixels(*shape: int, seed: int = 0) -> np.ndarray:
@@ -114,6 +116,36 @@ def test_arrays(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(DataError, match=says):
             open_images(str(tmp_path / name))
+
+
+def damaged(file: Path) -> Iterator[bytes]:
+    """Ways in which a file may have been spoilt: empty, cut short, its inside overwritten, something else."""
+    whole = file.read_bytes()
+    middle = whole.index(b"NUMPY") + 150  # in the array, behind its header
+    yield b""
+    yield whole[: len(whole) // 2]
+    yield whole[:middle] + bytes(255 - byte for byte in whole[middle : middle + 20]) + whole[middle + 20 :]
+    yield b"PK nothing"
+
+
+def test_damaged_files_are_told_in_one_line(tmp_path: Path) -> None:
+    np.savez(tmp_path / "images.npz", pixels(3, 4, 5, 3))
+    for content in damaged(tmp_path / "images.npz"):
+        (tmp_path / "bad.npz").write_bytes(content)
+        with pytest.raises(DataError, match=r"^\S*bad.npz cannot be read as an array, it may be damaged: .+$"):
+            open_images(str(tmp_path / "bad.npz"))
+    np.savez(tmp_path / "statistics.npz", mu=np.zeros(20), sigma=np.eye(20))
+    for content in damaged(tmp_path / "statistics.npz"):
+        (tmp_path / "bad.npz").write_bytes(content)
+        with pytest.raises(DataError, match=r"^\S*bad.npz cannot be read, it may be damaged: .+$"):
+            published_statistics(str(tmp_path / "bad.npz"))
+
+
+def test_an_array_under_the_other_name_is_read(tmp_path: Path) -> None:
+    images = pixels(3, 4, 5, 3)
+    np.savez(tmp_path / "a.npz", images)
+    (tmp_path / "a.npz").rename(tmp_path / "a.npy")
+    np.testing.assert_array_equal(open_images(str(tmp_path / "a.npy")).read(1), images[1])
 
 
 def test_runs_and_empty_folders_are_not_images(tmp_path: Path) -> None:

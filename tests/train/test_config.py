@@ -9,6 +9,8 @@ import torch
 
 from residua import alphas, data
 from residua.train.config import Pretrain, build_model, resolve
+from residua.train.diffuse_config import Diffuse
+from residua.train.finetune_config import Finetune
 from residua.train.options import auto_alpha
 
 
@@ -118,6 +120,20 @@ def test_alpha_left_to_us(settings: dict[str, Any], alpha: float) -> None:
 def test_alpha_goes_by_steps_of_256_images_of_which_small_ones_count_less() -> None:
     of = lambda batch, steps: chosen(n=1024, batch_size=batch, depth=12, steps=steps)["alpha_min"]  # noqa: E731
     assert of(256, 15_000) == of(64, 30_000) == of(1024, 7_500) == 0.9
+
+
+KINDS = {Pretrain: "pretraining", Finetune: "classifier", Diffuse: "diffusion"}
+
+
+@pytest.mark.parametrize("wanted", KINDS)
+@pytest.mark.parametrize("given", KINDS)
+def test_another_kind_of_run_is_told_apart(given: type[Any], wanted: type[Any], tmp_path: Path) -> None:
+    given().save(tmp_path / "config.yaml")
+    if given is wanted:
+        assert wanted.read(tmp_path / "config.yaml") == given()
+        return
+    with pytest.raises(ValueError, match=rf"settings of a {KINDS[given]}.*, not of a {KINDS[wanted]}"):
+        wanted.read(tmp_path / "config.yaml")
 
 
 def test_alpha_by_steps_and_depth() -> None:

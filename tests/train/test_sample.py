@@ -1,6 +1,11 @@
 """Samples: what they depend on, the files they go to, and what is refused."""
 
+import errno
 import json
+import os
+import shutil
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +23,10 @@ from residua.data import Preprocessing
 from residua.data.autoencoder import LatentSpace
 from residua.nn.diffusion import VP, Flow, clipped, noised, split, target
 from residua.train import fit, sample, samplefiles
+from residua.train.checkpoint import weights_file, write_checkpoint
 from residua.train.diffuse import prepare
 from residua.train.sample import Sampling, attach_autoencoder, check_sampling, generate, grid_image, labels_of
-from residua.train.samplefiles import write_samples
+from residua.train.samplefiles import described, write_samples
 
 QUICK = Sampling(steps=3)
 
@@ -105,6 +111,15 @@ def test_guidance_is_its_formula_and_zero_ignores_the_label() -> None:
     assert torch.allclose(g, u + 3.0 * (c - u), atol=1e-3, rtol=1e-3)  # one step is linear in the prediction
 
 
+def test_classes_called_by_numbers_are_found_once(tmp_path: Path) -> None:
+    model = network(num_classes=4)
+    model.classes = ["0", "1", "10", "2"]
+    for given, meant in ((("10",), (2,)), (("2", 2), (3, 2)), ((), (0, 1, 2, 3))):
+        once = check_sampling(model, Sampling(classes=given))
+        assert once.classes == meant
+        assert check_sampling(model, once) == once
+
+
 def test_classes_are_dealt_out_in_turn() -> None:
     model = network(num_classes=3)
     model.classes = ["cat", "dog", "7"]
@@ -146,6 +161,42 @@ def test_half_precision_stays_away_from_pure_noise() -> None:
     assert seen == (a > 0.1).tolist()
     assert True in seen
     assert False in seen
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_samples_that_are_not_finite_are_refused(precision: Any, tmp_path: Path) -> None:
+    model = network(num_classes=2)
+    good = next(model.parameters()).data.clone()
+    for name in ("a", "a.npz"):
+        write_samples(model, tmp_path / name, 2, replace(QUICK, precision=precision))
+    next(model.parameters()).data.fill_(float("nan"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that bf16 is too coarse would be untrue
+        for name in ("b", "b.npz", "b.png"):
+            with pytest.raises(ValueError, match="weights that are not finite") as error:
+                write_samples(model, tmp_path / name, 2, replace(QUICK, precision=precision))
+            assert "\n" not in str(error.value)
+    assert len(list((tmp_path / "a").glob("*.png"))) == 2
+    assert not [*tmp_path.glob("b/*.png"), *tmp_path.glob("b.*")]
+    next(model.parameters()).data.copy_(good)
+    with pytest.raises(ValueError, match=r"not finite with guidance 1e\+38.*try"):
+        residua.sample(model, 2, steps=2, guidance=1e38, clip=False, precision=precision)
+    for guidance in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="guidance"):
+            residua.sample(model, 2, steps=2, guidance=guidance)
+
+
+def test_half_precision_that_overflows_gives_way_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, solve = network(), sample._solve
+
+    def coarse(model: Any, index: Tensor, settings: Sampling, *rest: Any) -> Tensor:
+        x = solve(model, index, settings, *rest)
+        return x if settings.precision == "float32" else x * float("inf")
+
+    monkeypatch.setattr(sample, "_solve", coarse)
+    with pytest.warns(UserWarning, match="bf16 is too coarse"):
+        images = residua.sample(model, 2, steps=2, precision="bf16")
+    assert torch.equal(images, residua.sample(model, 2, steps=2))
 
 
 def test_memory_that_runs_out_halves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +271,94 @@ def test_interrupted_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: py
         assert stored["labels"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
         images = torch.from_numpy(stored["arr_0"]).permute(0, 3, 1, 2)
         assert int((images.int() - residua.sample(model, 9, settings=QUICK).int()).abs().max()) <= 1
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["samples.json", "samples.npz"]
+        assert [p.name for p in tmp_path.iterdir()] == ["samples.npz"]
+
+
+def test_an_array_grows_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out, made = network(num_classes=2), tmp_path / "s.npz", []
+    real = samplefiles.generate
+
+    def counted(model: Any, index: Tensor, *rest: Any) -> Tensor:
+        made.extend(index.tolist())
+        if 5 in index:
+            raise KeyboardInterrupt
+        return real(model, index, *rest)
+
+    write_samples(model, out, 3, QUICK)
+    monkeypatch.setattr(samplefiles, "generate", counted)
+    with pytest.raises(KeyboardInterrupt):
+        write_samples(model, out, 7, QUICK, batch_size=2)
+    assert len(np.load(out)["arr_0"]) == described(out)["n"] == 3  # whole until the larger one is
+    with pytest.raises(ValueError, match=r"begun with 7 samples.*-n 7"):
+        write_samples(model, out, 8, QUICK)
+    monkeypatch.setattr(samplefiles, "generate", real)
+    write_samples(model, out, 7, QUICK, batch_size=2)
+    assert made == [3, 4, 5, 6]
+    stored = np.load(out)
+    assert stored["labels"].tolist() == [0, 1, 0, 1, 0, 1, 0]
+    images = torch.from_numpy(stored["arr_0"]).permute(0, 3, 1, 2)
+    assert int((images.int() - residua.sample(model, 7, settings=QUICK).int()).abs().max()) <= 1
+    assert [p.name for p in tmp_path.iterdir()] == ["s.npz"]
+    before = out.stat().st_mtime_ns
+    write_samples(model, out, 4, QUICK)
+    assert (out.stat().st_mtime_ns, described(out)["n"]) == (before, 7)
+
+
+def test_killed_at_the_very_end_an_array_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model, out = network(), tmp_path / "s.npz"
+    for first, then in ((2, 2), (3, 4)):
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", kill)
+            with pytest.raises(KeyboardInterrupt):
+                write_samples(model, out, first, QUICK)
+        assert described(out)["n"] == len(np.load(out)["arr_0"]) == first
+        write_samples(model, out, then, QUICK)
+        assert described(out)["n"] == len(np.load(out)["arr_0"]) == then
+        assert [p.name for p in tmp_path.iterdir()] == ["s.npz"]
+
+
+def test_every_file_has_its_own_description(tmp_path: Path) -> None:
+    model = network()
+    write_samples(model, tmp_path, 3, QUICK)
+    write_samples(model, tmp_path / "samples.npz", 2, QUICK)
+    write_samples(model, tmp_path / "samples.png", 1, replace(QUICK, seed=7))
+    told = [described(tmp_path / name) for name in (".", "samples.npz", "samples.png")]
+    assert [(made["n"], made["seed"]) for made in told] == [(3, 0), (2, 0), (1, 7)]
+    np.savez(tmp_path / "other.npz", np.zeros(3))
+    assert described(tmp_path / "other.npz") == described(tmp_path / "none.npz") == {}
+    (tmp_path / "bad.npz").write_bytes((tmp_path / "samples.npz").read_bytes()[:400])
+    with pytest.raises(ValueError, match=r"bad\.npz cannot be read, it may be damaged"):
+        write_samples(model, tmp_path / "bad.npz", 2, QUICK)
+
+
+def test_suffixes_may_be_large(tmp_path: Path) -> None:
+    for name in ("a.PNG", "b.NPZ"):
+        write_samples(network(), tmp_path / name, 2, QUICK)
+        assert (tmp_path / name).is_file()
+        assert described(tmp_path / name)["n"] == 2
+    assert np.load(tmp_path / "b.NPZ")["arr_0"].shape == (2, 8, 8, 3)
+
+
+def test_a_full_disk_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model, real = network(), os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"s\.npz.*No space left.*choose another --out"):
+        write_samples(model, tmp_path / "s.npz", 2, QUICK)
+    assert not list(tmp_path.rglob("*.npy"))
+    monkeypatch.setattr(os, "posix_fallocate", real)
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(ValueError, match=r"s\.npz.*No space left"):
+        write_samples(model, tmp_path / "s.npz", 2, QUICK)
+    monkeypatch.undo()
+    monkeypatch.setattr(samplefiles, "generate", full)  # nothing is made twice
+    write_samples(model, tmp_path / "s.npz", 2, QUICK)
+    assert len(np.load(tmp_path / "s.npz")["arr_0"]) == 2
 
 
 def test_samples_of_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
@@ -230,6 +368,12 @@ def test_samples_of_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
         write_samples(model, tmp_path / name, 2, QUICK)
         with pytest.raises(ValueError, match="other s"):
             write_samples(model, tmp_path / name, 2, Sampling(steps=4))
+    other = network(embed_dim=16)
+    next(other.parameters()).data.add_(1)
+    for name in ("a", "b.npz"):
+        with pytest.raises(ValueError, match=r"other settings \(weights"):
+            write_samples(other, tmp_path / name, 4, QUICK)
+        write_samples(network(), tmp_path / name, 3, QUICK, about={"checkpoint": "moved"})
     (tmp_path / "mine").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "mine" / "000000.png")
     with pytest.raises(ValueError, match="unknown"):
@@ -285,14 +429,54 @@ def test_the_command_writes_what_score_reads(run: Path, tmp_path: Path, capsys: 
     assert len(list((run / "samples").rglob("*.png"))) == 4
 
 
+def test_each_kind_of_samples_has_a_folder_of_its_own(run: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    shutil.copytree(run, mine, ignore=shutil.ignore_patterns("samples"))
+
+    def folders(*options: str) -> set[str]:
+        there = {p.name for p in mine.glob("samples/*")}
+        assert cli.main(["sample", str(mine), "-n", "2", "--steps", "2", "--device", "cpu", *options]) == 0
+        return {p.name for p in mine.glob("samples/*")} - there
+
+    (plain,) = folders()
+    assert plain.startswith("step-0000004-dpm-solver-2-seed0-")
+    assert not folders("-n", "3")
+    assert not folders("--spacing", "logsnr", "--clip", "True", "--precision", "float32")
+    for options, words in [
+        (["--classes", "1"], "-seed0-classes1-"), (["--classes", "2", "disc"], "-seed0-classes2+0-"),
+        (["--no-ema"], "-seed0-no-ema-"), (["--guidance", "2"], "-seed0-guidance2-"), (["--spacing", "uniform"], ""),
+        (["--clip", "False"], ""), (["--precision", "bf16"], ""), (["--sampler", "ddim"], "-ddim-2-seed0-"),
+    ]:  # fmt: skip
+        (made,) = folders(*options)
+        assert words in made
+    model: Any = residua.load(mine)
+    write_checkpoint(mine, 5, model, {})
+    (later,) = folders()
+    assert later.startswith("step-0000005-dpm-solver-2-seed0-")
+    shutil.move(mine, tmp_path / "moved")
+    mine = tmp_path / "moved"
+    assert not folders()
+
+
+def test_weights_elsewhere_do_not_share_a_folder(run: Path, tmp_path: Path) -> None:
+    shutil.copy(weights_file(run), tmp_path / "model.safetensors")
+    shutil.copy(weights_file(run, ema=False), tmp_path / "other.safetensors")
+    for name in ("model", "other"):
+        assert cli.main(["sample", f"{name}.safetensors", "-n", "1", "--steps", "2", "--device", "cpu"]) == 0
+    assert sorted(p.name.split("-")[0] for p in Path("samples").iterdir()) == ["model", "other"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--sampler", "dpm-solvr"], "dpm-solver"),
         (["--classes", "disk"], "disc"),
         (["--classes", "8"], "0 to 7"),
+        (["--classes", "²"], "no class named '²'"),
+        (["--classes=--3"], "no class named '--3'"),
         (["--steps", "0"], "at least 1"),
         (["--guidance", "-1"], "at least 0"),
+        (["--guidance", "nan"], "guidance nan"),
         (["-n", "0"], "0 images"),
     ],
 )
@@ -331,3 +515,34 @@ def test_published_latents_get_an_autoencoder(monkeypatch: pytest.MonkeyPatch) -
     model.in_chans = 3
     with pytest.raises(ValueError, match="latents of 4 channels; the model makes 3"):
         attach_autoencoder(model, "some/vae")
+
+
+def test_a_model_keeps_to_the_autoencoder_it_was_trained_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spaces = {"here": LatentSpace("here", 4, 8, 0.18, 0.0, "abc")}
+    spaces["moved"], spaces["other"] = replace(spaces["here"], name="moved"), replace(spaces["here"], weights="xyz")
+    decode = lambda x: x[:, :3].repeat(1, 1, 8, 8)  # noqa: E731
+    monkeypatch.setattr(sample, "open_autoencoder",
+                        lambda name, *_: SimpleNamespace(space=spaces.get(name), decode=decode))  # fmt: skip
+    model = network(img_size=4, patch_size=2, in_chans=4)
+    attach_autoencoder(model, "here")
+    write_samples(model, tmp_path / "s", 1, QUICK)
+    assert described(tmp_path / "s")["autoencoder"] == "here"
+    attach_autoencoder(model, "moved")
+    write_samples(model, tmp_path / "s", 2, QUICK)
+    with pytest.raises(ValueError, match=r"other is not the autoencoder.*\(moved, weights abc\).*xyz"):
+        attach_autoencoder(model, "other")
+    assert model.autoencoder is spaces["moved"]
+    model.autoencoder = None  # as published weights come
+    attach_autoencoder(model, "other")
+    with pytest.raises(ValueError, match="autoencoder_weights abc there, xyz asked for"):
+        write_samples(model, tmp_path / "s", 2, QUICK)
+
+
+def test_an_autoencoder_that_overflows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = LatentSpace("some/vae", 4, 8, 0.18, 0.0, "abc")
+    broken = SimpleNamespace(space=space, decode=lambda x: x[:, :3] * float("nan"))
+    monkeypatch.setattr(sample, "open_autoencoder", lambda *_: broken)
+    model = network(img_size=4, patch_size=2, in_chans=4)
+    attach_autoencoder(model, "some/vae")
+    with pytest.raises(ValueError, match="some/vae decodes"):
+        residua.sample(model, 1, steps=2)
