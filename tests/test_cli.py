@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,23 @@ TINY = """
 --data shapes?n=48&size=16&test=16 --size nano --depth 2 --embed-dim 32 --num-heads 2 --decoder-embed-dim 32
 --decoder-depth 1 --patch-size 4 --batch-size 16 --steps 6 --cpu
 """.split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize(
+    ("args", "settings"),
+    [
+        (["--base-lr", "1e-4"], {"base_lr": 1e-4, "lr": "auto"}), (["--alpha-eff=0.01"], {"alpha_min": "auto"}),
+        (["--epochs", "3"], {"epochs": 3.0, "steps": None}), (["--steps", "7"], {"steps": 7}),
+    ],
+)  # fmt: skip
+def test_a_setting_takes_the_place_of_a_recipes_other(args: list[str], settings: dict[str, Any]) -> None:
+    from residua.cli.pretrain import settings as parse
+    from residua.train import Pretrain
+
+    found = parse(Pretrain, ["mae-shapes", *args], "pretrain", "").settings()
+    assert settings.items() <= found.items()
+    with pytest.raises(ValueError, match="give --base-lr or --lr, not both"):
+        parse(Pretrain, ["--lr", "1e-3", "--base-lr", "1e-4"], "pretrain", "")
 
 
 @pytest.fixture(scope="module")

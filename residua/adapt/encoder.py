@@ -164,8 +164,8 @@ def open_encoder(
     return found
 
 
-def shape_of(encoder: str, patch_size: int | None = None) -> tuple[int, tuple[int, int]]:
-    """Width and patch size of an encoder, without its weights."""
+def shape_of(encoder: str, patch_size: int | None = None) -> tuple[int, tuple[int, int], int]:
+    """Width, patch size and depth of an encoder, without its weights."""
     given: dict[str, Any] = {} if patch_size is None else {"patch_size": patch_size}
     with torch.device("meta"):
         vit: Any = open_model(encoder, "random", num_classes=0, **given) if encoder.startswith("timm:") else None
@@ -174,7 +174,7 @@ def shape_of(encoder: str, patch_size: int | None = None) -> tuple[int, tuple[in
             f"{encoder} cannot be the encoder of a masked autoencoder: it is no vision transformer of timm"
         )
     check(vit, encoder)
-    return vit.embed_dim, tuple(vit.patch_embed.patch_size)
+    return vit.embed_dim, tuple(vit.patch_embed.patch_size), len(vit.blocks)
 
 
 def model_data(encoder: str, in_chans: int) -> Preprocessing:

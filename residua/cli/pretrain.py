@@ -11,6 +11,7 @@ from tyro.conf import OmitArgPrefixes
 from .console import Bar, announce, console, decoding, dry_run, note, warn_shared
 
 if TYPE_CHECKING:
+    from residua.train.health import Health
     from residua.train.pretrain import Pretraining
 
 
@@ -23,15 +24,32 @@ def settings(kind: Any, args: list[str], command: Literal["pretrain", "diffuse"]
         given = args.pop(0)
         is_file = given.endswith((".yaml", ".yml"))
         default = kind.read(existing(given)) if is_file else recipes.get(given, command).config
+    default = _instead(default, args)
     return tyro.cli(
         kind, args=args, default=default, prog=f"residua {command} [RECIPE|SETTINGS.yaml]", config=(OmitArgPrefixes,),
         description=f"{summary} Every setting left at 'auto' is chosen from the images and the machine, and printed.",
     )  # fmt: skip
 
 
+INSTEAD = {"base_lr": ("lr", "auto"), "epochs": ("steps", None), "alpha_eff": ("alpha_min", "auto")}
+"""Settings that take the place of another, and what that one then is."""
+
+
+def _instead(default: Any, args: list[str]) -> Any:
+    """A recipe without the settings that those given take the place of; giving both is an error."""
+    given = {arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")}
+    for name, (other, neutral) in INSTEAD.items():
+        if {name, other} <= given:
+            raise ValueError(f"give --{name.replace('_', '-')} or --{other.replace('_', '-')}, not both")
+        if name in given:
+            default = default.override(**{other: neutral})
+    return default
+
+
 def pretrain(args: list[str]) -> None:
     """Pretrain an encoder: `residua pretrain [RECIPE or SETTINGS.yaml] [options]`."""
     from residua.train import Hooks, Pretrain, fit, prepare
+    from residua.train.health import Health
 
     config = settings(
         Pretrain, args, "pretrain", "Pretrain a masked autoencoder whose identity shortcuts fade with depth."
@@ -43,20 +61,20 @@ def pretrain(args: list[str]) -> None:
     if session.config.machine.dry_run:
         return dry_run(session)
     every = session.config.machine.eval_every
+    health = Health(session.settings.steps)
     with Bar(session.settings.steps, session.settings.batch_size, show=main) as bar:
         hooks = Hooks(
             on_record=bar.update, on_message=note if main else (lambda text: None),
             every=max(1, round(every * session.steps_per_epoch)) if every else None,
-            on_interval=lambda step, model: _scores_while_training(model, session),
+            on_interval=lambda step, model: _scores_while_training(model, session, health), averaged=True,
         )  # fmt: skip
         model = fit(session, hooks)
     if session.config.machine.evaluate:
         _closing_words(model, session)
 
 
-def _scores_while_training(model: Any, session: Pretraining) -> dict[str, float]:
+def _scores_while_training(model: Any, session: Pretraining, health: Health) -> dict[str, float]:
     from residua.evaluate import evaluate
-    from residua.train.health import Health
 
     report = evaluate(
         model,
@@ -67,7 +85,7 @@ def _scores_while_training(model: Any, session: Pretraining) -> dict[str, float]
         limit=10_000,
         accelerator=session.accelerator,
     )
-    for text in Health(session.settings.steps).check_rank(report.value("entropy rank"), model.encoder.embed_dim):
+    for text in health.check_rank(report.value("entropy rank"), model.encoder.embed_dim):
         note(text)
     return {f"eval/{s.metric.replace(' ', '_')}": s.value for s in report.scores if s.layer in (-1, report.layers[-1])}
 

@@ -71,7 +71,10 @@ def sweep(args: list[str]) -> None:
     if not grid:
         raise ValueError("nothing is swept: give a setting several values, as in --alpha-min 1.0 0.9, or --seeds 3")
     baseline = _baseline(own["baseline"], grid)
-    options: dict[str, Any] = {"kind": kind, "lists": [name for name in grid if _settings(kind)[name]]}
+    of = _settings(kind)
+    options: dict[str, Any] = {
+        what: [name for name in grid if of[name] == form] for what, form in (("lists", "list"), ("switches", "switch"))
+    } | {"kind": kind}
     options["evaluate"] = _evaluate(after, given) if kind == "diffuse" else []
     options["score"] = _score(own["score"], kind, given) if own["score"] is not None else []
     start = _start(own)
@@ -163,6 +166,9 @@ def _check_base(kind: str, base: str, named: bool) -> None:
 
 def _split(given: Mapping[str, list[str]], kind: str = "pretrain") -> tuple[list[str], dict[str, list[str]]]:
     """Arguments that all runs share, and the grid; settings that are lists themselves are swept with commas."""
+    from residua.recipes.summary import same_value
+    from residua.recipes.sweep import switch
+
     known = _settings(kind)
     fixed: list[str] = []
     grid: dict[str, list[str]] = {}
@@ -173,7 +179,15 @@ def _split(given: Mapping[str, list[str]], kind: str = "pretrain") -> tuple[list
             near = difflib.get_close_matches(name, known, n=2) or ["alpha_min", "lr"]
             raise ValueError(f"no setting of {kind} named {name!r} to sweep; did you mean {' or '.join(near)}?")
         flag = f"--{name.replace('_', '-')}"
-        if known.get(name):
+        if known.get(name) == "switch" and values:
+            wrong = [value for value in values if value not in ("True", "False")]
+            if wrong:
+                raise ValueError(f"{flag} {wrong[0]}: it is on or off, True or False")
+            if len(set(values)) > 1:
+                grid[name] = list(dict.fromkeys(values))
+            else:
+                fixed.append(switch(name, values[0]))
+        elif known.get(name) == "list":
             several = [value for value in values if "," in value]
             if len(several) not in (0, len(values)):
                 raise ValueError(f"{flag} {' '.join(values)}: join each list with commas, as in {flag} 2,2,2,2 2,2,6,2")
@@ -182,14 +196,14 @@ def _split(given: Mapping[str, list[str]], kind: str = "pretrain") -> tuple[list
             else:
                 fixed += [flag, *(part for value in values for part in value.split(","))]
         elif len(values) > 1:
-            grid[name] = list(dict.fromkeys(values))
+            grid[name] = [v for i, v in enumerate(values) if not any(same_value(v, other) for other in values[:i])]
         else:
             fixed += [flag, *values]
     return fixed, grid
 
 
-def _settings(kind: str) -> dict[str, bool]:
-    """Settings of a command, and whether their value is a list."""
+def _settings(kind: str) -> dict[str, str]:
+    """Settings of a command, and the form of their values: "list", "switch" (on or off) or "value"."""
     import typing
     from dataclasses import fields
 
@@ -197,10 +211,11 @@ def _settings(kind: str) -> dict[str, bool]:
     from residua.train.diffuse_config import Diffuse
 
     config: Any = {"pretrain": Pretrain, "diffuse": Diffuse, "finetune": Finetune}[kind]()
-    found: dict[str, bool] = {}
+    found: dict[str, str] = {}
     for group in fields(config):
         for name, hint in typing.get_type_hints(type(getattr(config, group.name))).items():
-            found[name] = any(get_origin(k) is tuple for k in (hint, *get_args(hint)))
+            listed = any(get_origin(k) is tuple for k in (hint, *get_args(hint)))
+            found[name] = "list" if listed else "switch" if hint is bool else "value"
     return found
 
 

@@ -13,6 +13,7 @@ Branches = Literal["both", "attn", "mlp"]
 Control = Literal["none", "branch", "both"]
 
 SQRT_HALF = math.sqrt(0.5)
+_PLAIN = {"schedule": "linear", "per": "sublayer", "branches": "both", "until": None}
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,19 @@ class Decay:
             raise ValueError(f"alpha_eff is {self.alpha_eff}; it must lie in (0, 1] (1 = ordinary residual network)")
         if self.alpha_eff is not None and self.alpha_min != 1.0:
             raise ValueError("give alpha_min or alpha_eff, not both: one determines the other")
-        if self.until is not None and self.until <= 0:
-            raise ValueError(f"until is {self.until}; give a share of the depth in (0, 1] or a step index above 1")
+        if self.until is not None and (self.until <= 0 or (self.until > 1 and self.until != int(self.until))):
+            raise ValueError(
+                f"until is {self.until}; give a share of the depth in (0, 1] or a whole step index above 1"
+            )
         decays = self.alpha_min != 1.0 or self.alpha_eff not in (None, 1.0)
         if decays and (self.control != "none" or self.schedule == "learned"):
             what = "control" if self.control != "none" else 'schedule="learned"'
             raise ValueError(f"{what} sets the shortcuts itself: leave alpha_min and alpha_eff at 1")
+        if self.control != "none" or self.schedule == "learned":
+            what = "control" if self.control != "none" else 'schedule="learned"'
+            for name, plain in _PLAIN.items():
+                if getattr(self, name) != plain and not (name == "schedule" and what != "control"):
+                    raise ValueError(f"{what} treats all sublayers alike: leave {name} at {plain}")
 
     def profile(self, depth: int, sublayers: int = 2) -> Tensor:
         """`p_k` of `alpha_k = 1 - (1 - alpha_min) p_k`, in [0, 1], one per step (float64, depth * sublayers)."""
@@ -121,7 +129,9 @@ def _active_steps(until: float | None, steps: int) -> int:
     count = round(until * steps) if until <= 1 else int(until)
     if count > steps:
         raise ValueError(f"until={until} is beyond the last of {steps} steps")
-    return max(count, 1)
+    if count < 2:
+        raise ValueError(f"until={until} leaves {count} of {steps} steps, too few to fade over: two or more are needed")
+    return count
 
 
 def _solve_alpha_min(profile: Tensor, alpha_eff: float) -> float:

@@ -11,6 +11,7 @@ Nothing here imports torch, so that those who only start runs are light.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -22,12 +23,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
+
+from residua.lock import hold
 
 Kind = Literal["pretrain", "diffuse", "finetune"]
 KINDS: tuple[Kind, ...] = ("pretrain", "diffuse", "finetune")
 Status = Literal["waiting", "done", "failed"]
 OnEnd = Callable[["Trial"], None]
+_LONGEST = 120  # characters of a run's name
 _LOOK = 0.1  # seconds between looks at a run
 _PATIENCE = 0.5  # seconds between looks at a run that another process is busy with
 
@@ -44,8 +48,12 @@ class Trial:
 
     @property
     def name(self) -> str:
+        """Of its folder: the settings, and where those cannot be a name as they are, a hash that tells them apart."""
         text = ",".join(f"{key}={value.replace(',', '-')}" for key, value in self.settings.items()) or "run"
-        return "".join(c if c.isalnum() or c in "=,._-" else "-" for c in text)
+        clean = "".join(c if c.isalnum() or c in "=,._-" else "-" for c in text)
+        if clean == text and len(clean) <= _LONGEST:
+            return clean
+        return f"{clean[:_LONGEST]}-{hashlib.blake2b(text.encode(), digest_size=3).hexdigest()}"
 
     @property
     def group(self) -> tuple[tuple[str, str], ...]:
@@ -76,6 +84,8 @@ class Sweep:
     """Options of `residua score`, by which their samples are; none: they are not."""
     lists: list[str] = field(default_factory=list)
     """Settings of the grid whose values are lists, joined with commas."""
+    switches: list[str] = field(default_factory=list)
+    """Settings of the grid that are on or off: `--flip` for True, `--no-flip` for False."""
 
     def run_folder(self, trial: Trial) -> Path:
         return self.folder / "runs" / trial.name
@@ -92,7 +102,7 @@ class Sweep:
 
 
 def plan(folder: Path, fixed: Sequence[str], grid: Mapping[str, Sequence[str]], **options: Any) -> Sweep:
-    """Every combination of the grid's values; runs that another call finished are done already.
+    """Every combination of the grid's values, and what an earlier call finished.
 
     `options` are fields of `Sweep`. A folder that holds another sweep is refused; more values or seeds of the same one
     are welcome, and so are scores of its samples.
@@ -109,7 +119,8 @@ def plan(folder: Path, fixed: Sequence[str], grid: Mapping[str, Sequence[str]], 
             old, new = ("; ".join(" ".join(part) for part in side if part) for side in (then, now))
             raise ValueError(f"{folder} holds another sweep, of: {old}. This one is of: {new}. Choose another --out")
         mine = {trial.name for trial in trials}
-        sweep.trials += [t for row in before["trials"] if (t := Trial(**row)).name not in mine]
+        others = [t for row in before["trials"] if (t := Trial(**row)).name not in mine]
+        sweep.trials += [t for t in others if sweep.done(t)]
     for trial in sweep.trials:
         trial.status = "done" if sweep.done(trial) else "waiting"
         trial.error = ""
@@ -127,7 +138,10 @@ def stages(sweep: Sweep, trial: Trial) -> list[Stage]:
     """The commands of one run, as typed after `residua`; a run that was begun is continued."""
     flags: list[str] = []
     for key, value in trial.settings.items():
-        flags += [f"--{key.replace('_', '-')}", *(value.split(",") if key in sweep.lists else [value])]
+        if key in sweep.switches:
+            flags.append(switch(key, value))
+        else:
+            flags += [f"--{key.replace('_', '-')}", *(value.split(",") if key in sweep.lists else [value])]
     run = sweep.run_folder(trial)
     begun = ["--resume"] if (run / "config.yaml").exists() else []
     tested = run / ("finetune.json" if sweep.kind == "finetune" else "evaluation.json")
@@ -138,6 +152,11 @@ def stages(sweep: Sweep, trial: Trial) -> list[Stage]:
             scored = run / "score.json"
             found.append(Stage(["score", str(run), *sweep.score, "--out", str(scored)], scored))
     return found
+
+
+def switch(name: str, value: str) -> str:
+    """The flag of a setting that is on or off."""
+    return f"--{'' if value == 'True' else 'no-'}{name.replace('_', '-')}"
 
 
 def run(sweep: Sweep, jobs: int = 1, on_end: OnEnd = lambda trial: None) -> None:
@@ -193,7 +212,7 @@ def carry_out(
     log = sweep.folder / "logs" / f"{trial.name}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
-        while not stopped() and not _hold(file):
+        while not stopped() and not hold(file):  # which a run holds, too, as long as it lives
             time.sleep(_PATIENCE)
         for stage in stages(sweep, trial):
             if stopped():
@@ -228,21 +247,8 @@ def program() -> list[str]:
     return [sys.executable, "-m", "residua.cli"]
 
 
-def _hold(log: IO[bytes]) -> bool:
-    """Lock a run by its log, which a run's process holds open as long as it lives; False where another one has it."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return True
-    try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
-
-
 def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    """What a run printed last that has words in it; of a box that a parser draws, the words."""
+    lines = [line.strip(" │|") for line in log.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if any(c.isalnum() for c in line)]
     return lines[-1][:300] if lines else "nothing"

@@ -23,6 +23,7 @@ from residua.train.options import (
     auto_patch,
     auto_size,
     check,
+    check_images,
     common_rules,
     machine_choices,
 )
@@ -102,6 +103,7 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     extra = ("weight_decay", config.optim.weight_decay, config.optim.weight_decay >= 0, "0 or more")
     check([*common_rules(config.data, config.optim, config.shortcut, config.machine), extra])
     n, gpu = len(source), device != "cpu"
+    check_images(config, n)
     o = config.optim
     batch = (256 if gpu else 64) if o.batch_size == "auto" else o.batch_size
     batch = min(batch, n)
@@ -119,7 +121,7 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
         width = outside[0] if outside else config.model.embed_dim or SIZES[size]["embed_dim"]
         lr = 3e-4 * 384 / width * math.sqrt(batch / 256) if o.base_lr is None else o.base_lr * batch / 256
     side = auto_size(source.typical_size()) if config.data.img_size == "auto" else config.data.img_size
-    own = outside[1] if outside else auto_patch(side)
+    own = outside[1] if outside else auto_patch(side, exact=config.data.img_size != "auto")
     patch = own if config.model.patch_size == "auto" else config.model.patch_size
     if config.data.img_size == "auto":
         side = side // patch * patch or side
@@ -127,8 +129,9 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     alpha = s.alpha_min
     if alpha == "auto":
         free = config.model.decoder == "ushape" and s.control == "none" and s.schedule != "learned"
-        depth = config.model.depth or (12 if outside else SIZES[size]["depth"])
-        alpha = auto_alpha(steps * math.sqrt(batch / 256), depth) if free and s.alpha_eff is None else 1.0
+        depth = outside[2] if outside else config.model.depth or SIZES[size]["depth"]
+        counted = steps * math.sqrt(batch / 256)
+        alpha = auto_alpha(counted, depth, schedule=s.schedule) if free and s.alpha_eff is None else 1.0
     zero = config.model.decoder == "ushape" if config.model.zero_init == "auto" else config.model.zero_init
     return config.override(
         scale=(0.2, 1.0) if config.data.scale == "auto" else config.data.scale,
@@ -137,8 +140,8 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     )  # fmt: skip
 
 
-def _outside(m: ModelConfig) -> tuple[int, int] | None:
-    """Width and patch size of an encoder of another library; settings that it has itself are refused."""
+def _outside(m: ModelConfig) -> tuple[int, int, int] | None:
+    """Width, patch size and depth of an encoder of another library; settings that it has itself are refused."""
     if m.encoder is None:
         if m.encoder_weights != "random":
             raise ValueError(
@@ -148,8 +151,8 @@ def _outside(m: ModelConfig) -> tuple[int, int] | None:
     for name in ("embed_dim", "depth", "num_heads"):
         if getattr(m, name) is not None:
             raise ValueError(f"{name} is {getattr(m, name)}, but {m.encoder} brings its own: leave one of the two out")
-    width, patch = shape_of(m.encoder, None if m.patch_size == "auto" else m.patch_size)
-    return width, patch[0]
+    width, patch, depth = shape_of(m.encoder, None if m.patch_size == "auto" else m.patch_size)
+    return width, patch[0], depth
 
 
 def build_model(config: Pretrain, in_chans: int, begun: bool = False) -> MAE:

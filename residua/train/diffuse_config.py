@@ -24,6 +24,7 @@ from residua.train.options import (
     auto_alpha,
     auto_size,
     check,
+    check_images,
     common_rules,
     machine_choices,
 )
@@ -120,6 +121,7 @@ def resolve(config: Diffuse, source: Source, device: str, space: LatentSpace | N
     """Choose every setting left at "auto", from the images, the autoencoder and the device."""
     check(_rules(config))
     m, o, s, n, gpu = config.model, config.optim, config.shortcut, len(source), device != "cpu"
+    check_images(config, n)
     if m.conditional and source.labels is None:
         raise DataError(f"{source.name} has no labels to be told: leave --conditional out")
     batch = min((128 if gpu else 64) if o.batch_size == "auto" else o.batch_size, n)
@@ -140,12 +142,12 @@ def resolve(config: Diffuse, source: Source, device: str, space: LatentSpace | N
     free = s.control == "none" and s.schedule != "learned" and s.alpha_eff is None
     ema = max(0.5, min(0.9999, 1 - 1 / (_LOOKS_BACK * steps))) if o.ema == "auto" else o.ema
     depth = m.depth or SIZES[m.network][size]["depth"]
-    fading = auto_alpha(steps, depth, LEAST_ALPHA_MIN)
+    fading = auto_alpha(steps, depth, LEAST_ALPHA_MIN, s.schedule) if free else 1.0
     every = steps * batch / n / 10 if config.machine.sample_every is None else config.machine.sample_every
     return config.override(
         scale=(1.0, 1.0) if config.data.scale == "auto" else config.data.scale,
         batch_size=batch, epochs=steps * batch / n, steps=steps, lr=lr, ema=ema, size=size, img_size=side,
-        patch_size=patch, alpha_min=(fading if free else 1.0) if s.alpha_min == "auto" else s.alpha_min,
+        patch_size=patch, alpha_min=fading if s.alpha_min == "auto" else s.alpha_min,
         process=("vp" if m.network == "uvit" else "flow") if m.process == "auto" else m.process, sample_every=every,
         **machine_choices(config.machine, device, steps),
     )  # fmt: skip

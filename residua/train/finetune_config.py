@@ -28,6 +28,7 @@ from residua.train.options import (
     auto_patch,
     auto_size,
     check,
+    check_images,
     common_rules,
     machine_choices,
 )
@@ -146,6 +147,7 @@ def resolve(config: Finetune, start: Start, source: Source, device: str) -> Fine
     """Choose every setting left at "auto", from the network, the images and the device."""
     check(_rules(config))
     n, o = len(source), config.optim
+    check_images(config, n)
     scratch, resnet = isinstance(start, str), is_resnet(start)
     most = 1024 if device != "cpu" else 64
     batch = min(max(32, 1 << int(math.log2(max(1, n // 50)))), most) if o.batch_size == "auto" else o.batch_size
@@ -220,7 +222,7 @@ def _sizes_from_scratch(config: Finetune, resnet: bool, source: Source) -> dict[
         if not resnet:
             patch = auto_patch(side) if network.patch_size == "auto" else network.patch_size
             side = side // patch * patch or side
-    patch_size = auto_patch(side) if network.patch_size == "auto" and not resnet else network.patch_size
+    patch_size = auto_patch(side, exact=True) if network.patch_size == "auto" and not resnet else network.patch_size
     return {"img_size": side, "patch_size": patch_size, "alpha_min": alpha}
 
 
@@ -229,7 +231,7 @@ def _sizes_as_trained(config: Finetune, start: Start) -> dict[str, Any]:
     body = body_of(start)
     own = asdict(body.shortcut.decay)
     asked, fresh = asdict(config.shortcut), asdict(ShortcutConfig())
-    for name in [*own, "anneal"]:
+    for name in own if config.machine.resume else [*own, "anneal"]:
         if asked[name] not in (fresh[name], own.get(name, fresh[name])):
             raise ValueError(f"{name} is {asked[name]}, but a trained network keeps its shortcuts: leave it out")
     shape: dict[str, Any] = SHAPE | {name: getattr(body, name) for name in own_shape(body)}

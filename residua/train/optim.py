@@ -13,6 +13,8 @@ from torch import Tensor, nn
 Groups = list[dict[str, Any]]
 Optimizer = Literal["adamw", "sgd"]
 LrSchedule = Literal["cosine", "constant"]
+UNDECAYED = ("token", "pos_embed")
+"""How the names of matrices end that have no weight decay."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ def learning_rate(step: int, settings: Settings) -> float:
 
 
 def decay_strength(step: int, settings: Settings) -> float:
-    """Share of the full decay in force at a step: 0 to 1 over the first `anneal` of the run."""
-    span = settings.anneal * settings.steps
+    """Share of the full decay in force at a step: 0 to 1 over the first `anneal` of the run, 1 at the last step."""
+    span = min(settings.anneal * settings.steps, settings.steps - 1)
     return 1.0 if step >= span else step / span
 
 
@@ -70,7 +72,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
     free: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            matrix = parameter.ndim >= 2 and not name.endswith(("token", "pos_embed"))
+            matrix = parameter.ndim >= 2 and not name.endswith(UNDECAYED)
             (decayed if matrix else free).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
 

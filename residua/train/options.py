@@ -245,20 +245,33 @@ def machine_choices(machine: MachineConfig, device: str, steps: int) -> dict[str
     }
 
 
+def check_images(config: Any, count: int) -> None:
+    """A run that is resumed goes on with as many images as it was begun with."""
+    o = config.optim
+    if not config.machine.resume or not o.steps or "auto" in (o.epochs, o.batch_size):
+        return
+    then = round(o.steps * o.batch_size / o.epochs)
+    if then != count:
+        raise ValueError(
+            f"the run was begun with {then:,} images and now there are {count:,}: put the images back as they were, or "
+            "start a new run (--init takes its weights along)"
+        )
+
+
 SHORT = 7500
 """Steps up to which fading costs more than it brings, as far as we know."""
 
 
-def auto_alpha(steps: float, depth: int, least: float = 0.6) -> float:
+def auto_alpha(steps: float, depth: int, least: float = 0.6, schedule: Schedule = "linear") -> float:
     """alpha_min for a number of steps: `1 - 0.1 log2(steps / 7,500)` within [least, 1] for 12 blocks.
 
-    Networks of another depth get the alpha_min with the same product of alphas, but no less than 0.5.
+    Networks of another depth or schedule get the alpha_min with the same product of alphas, but no less than 0.5.
     """
     alpha = min(1.0, max(least, 1 - 0.1 * math.log2(max(steps, 1) / SHORT)))
     known = Decay(alpha_min=alpha)
-    if depth == 12 or alpha == 1.0:
+    if (depth, schedule) == (12, "linear") or alpha == 1.0:
         return round(alpha, 3)
-    same = Decay(alpha_eff=float(known.alphas(12).prod())).target(depth)
+    same = Decay(alpha_eff=float(known.alphas(12).prod()), schedule=schedule).target(depth)
     return round(max(0.5, same), 3)
 
 
@@ -268,8 +281,10 @@ def auto_size(typical: tuple[int, int]) -> int:
     return short if short <= 64 else max(s for s in (64, 96, 128, 224) if s <= short)
 
 
-def auto_patch(side: int) -> int:
-    return max((p for p in (2, 4, 8, 16) if side // p >= 7), default=2 if side >= 4 else 1)
+def auto_patch(side: int, exact: bool = False) -> int:
+    """The largest patch that leaves 7 x 7 of them; of those that divide the side, where it is not ours to choose."""
+    fit = [p for p in (2, 4, 8, 16) if side // p >= 7]
+    return max((p for p in fit if not exact or side % p == 0), default=2 if side >= 4 else 1)
 
 
 def _has_bf16() -> bool:

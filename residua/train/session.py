@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from residua.data import Feed, Preprocessing, Source, Splits
 from residua.data.feed import Progress
+from residua.lock import claim, release
 from residua.train import checkpoint as ckpt
 from residua.train.loop import Hooks, Loop, Objective
 from residua.train.machine import activation_bytes, count_parameters, device_name, environment
@@ -27,6 +28,8 @@ from residua.train.options import Config, MachineConfig
 C = TypeVar("C", bound=Config)
 M = TypeVar("M", bound=nn.Module)
 Lines = list[tuple[str, str]]
+LOCK = ".lock"
+"""File of a run folder that its process holds."""
 
 
 @dataclass
@@ -107,6 +110,8 @@ def fit(session: Session[Any, M], hooks: Hooks | None = None) -> M:
     finally:
         session.accelerator.end_training()
         session.feed.close()
+        if session.run is not None:
+            release(session.run / LOCK)
     return session.model.eval()
 
 
@@ -184,12 +189,11 @@ def run_folder(machine: MachineConfig, name: str, accelerator: Accelerator) -> P
         given = out_folder(machine)
         base = given or Path("runs") / f"{date.today()}-{name}"
         path, number = base, 2
-        while not machine.resume and (path / "config.yaml").exists():
+        while problem := _taken(path, machine.resume):
             if given:
-                raise ValueError(f"{path} holds a run already: add --resume to continue it, or choose another --out")
+                raise ValueError(f"{path} {problem}")
             path, number = base.with_name(f"{base.name}-{number}"), number + 1
         try:
-            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             ckpt.write_text(path / "environment.json", "{}")
         except OSError as error:
             raise ValueError(f"cannot write to the run folder {path}: {error}; choose another with --out") from error
@@ -200,6 +204,24 @@ def run_folder(machine: MachineConfig, name: str, accelerator: Accelerator) -> P
     run = Path(chosen[0])
     accelerator.project_configuration.project_dir = accelerator.project_configuration.logging_dir = str(run)
     return run
+
+
+def _taken(path: Path, resume: bool) -> str:
+    """Why a folder cannot be this run's; else nothing, and it is."""
+    there = "holds a run already: add --resume to continue it, or choose another --out"
+    if not resume and (path / "config.yaml").exists():
+        return there
+    try:
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        mine = claim(path / LOCK)
+    except OSError as error:
+        raise ValueError(f"cannot write to the run folder {path}: {error}; choose another with --out") from error
+    if not mine:
+        return "is being trained in by another process: wait for it, or choose another --out"
+    if not resume and (path / "config.yaml").exists():  # of one that began and ended meanwhile
+        release(path / LOCK)
+        return there
+    return ""
 
 
 def slug(spec: str) -> str:

@@ -119,12 +119,17 @@ def test_controls() -> None:
         ({"alpha_eff": 0.5, "alpha_min": 0.5}, "not both"),
         ({"until": 0.0}, "until is 0.0"),
         ({"until": -3}, "until is -3"),
+        ({"until": 2.7}, "until is 2.7"),
         ({"schedule": "exponential"}, "linear, literal, cosine, constant, learned"),
         ({"per": "head"}, "sublayer, block"),
         ({"branches": "norm"}, "both, attn, mlp"),
         ({"control": "shortcut"}, "none, branch, both"),
         ({"control": "both", "alpha_min": 0.5}, "control sets the shortcuts itself"),
         ({"schedule": "learned", "alpha_eff": 0.5}, "learned"),
+        ({"schedule": "learned", "branches": "attn"}, "learned.* leave branches at both"),
+        ({"schedule": "learned", "until": 0.5}, "learned.* leave until at None"),
+        ({"control": "both", "branches": "mlp"}, "control.* leave branches at both"),
+        ({"control": "branch", "schedule": "cosine"}, "control.* leave schedule at linear"),
     ],
 )
 def test_out_of_range_is_refused(options: dict[str, Any], named: str) -> None:
@@ -135,6 +140,8 @@ def test_out_of_range_is_refused(options: dict[str, Any], named: str) -> None:
 def test_what_only_a_depth_can_refuse() -> None:
     with pytest.raises(ValueError, match="until=9 is beyond the last of 8 steps"):
         residua.alphas(4, 0.5, until=9)
+    with pytest.raises(ValueError, match=r"until=0\.01 leaves 0 of 8 steps"):
+        residua.alphas(4, 0.5, until=0.01)
     with pytest.raises(ValueError, match="depth is 0"):
         residua.alphas(0, 0.5)
     with pytest.raises(ValueError, match="out of reach"):  # literal l/L ends above zero

@@ -46,7 +46,10 @@ def test_the_grid_is_every_combination_with_names_to_find_them_by(tmp_path: Path
     assert stage.args == [
         "pretrain", "recipe", "--alpha-min", "0.9", "--seed", "1", "--out", str(tmp_path / "runs/alpha_min=0.9,seed=1"),
     ]  # fmt: skip
-    assert Trial({"data": "folder:/a b/c"}).name == "data=folder--a-b-c"
+    names = [Trial({"data": data}).name for data in ("folder:d/x/y", "folder:d/x-y", "a" * 300, "a" * 301)]
+    assert len(set(names)) == 4
+    assert names[0].startswith("data=folder-d-x-y-")
+    assert max(map(len, names)) < 130
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,11 @@ def test_each_kind_has_its_commands(tmp_path: Path) -> None:
     assert [s.args[:9] for s in stages] == [
         ["finetune", "resnet18", "--stages", "2", "2", "6", "2", "--data", "folder:a,b"]
     ]
-    assert stages[0].product == tmp_path / "runs/stages=2-2-6-2,data=folder-a-b/finetune.json"
+    assert stages[0].product == tmp_path / "runs" / trial.name / "finetune.json"
+    assert trial.name.startswith("stages=2-2-6-2,data=folder-a-b-")
+    for value, flag in (("True", "--zero-init-all"), ("False", "--no-zero-init-all")):
+        (stage,) = sweep.stages(Sweep(tmp_path, [], switches=["zero_init_all"]), Trial({"zero_init_all": value}))
+        assert stage.args[1] == flag
     diffuse = Sweep(tmp_path, ["uvit-shapes"], kind="diffuse", evaluate=["--times", "0.1"], score=["--n", "8"])
     folder = str(diffuse.run_folder(Trial({"seed": "0"})))
     assert [s.args for s in sweep.stages(diffuse, Trial({"seed": "0"}))] == [
@@ -131,7 +138,7 @@ def test_a_run_that_is_still_going_is_waited_for(tmp_path: Path, pretend) -> Non
     log.parent.mkdir()
     target.parent.mkdir(parents=True)
     with log.open("ab") as file:
-        sweep._hold(file)
+        sweep.hold(file)
         left = subprocess.Popen(
             ["sh", "-c", f"sleep 1; echo '{{}}' > '{target}'"], stdout=file
         )  # an orphan, as it were
@@ -253,6 +260,25 @@ def test_settings_that_are_lists_are_shared_or_swept_with_commas() -> None:
     fixed, grid = _split({"stages": ["2,2,2,2", "2,2,6,2"], "betas": ["0.9,0.99"]}, "finetune")
     assert fixed == ["--betas", "0.9", "0.99"]
     assert grid == {"stages": ["2,2,2,2", "2,2,6,2"]}
+
+
+def test_what_is_on_or_off_is_swept_too_and_no_value_twice() -> None:
+    fixed, grid = _split({"flip": ["True", "False"], "norm_pix": ["False"], "zero_init": ["True", "auto"]})
+    assert fixed == ["--no-norm-pix"]
+    assert grid == {"flip": ["True", "False"], "zero_init": ["True", "auto"]}
+    assert _split({"alpha_min": ["1", "1.0", "0.9"]})[1] == {"alpha_min": ["1", "0.9"]}
+    with pytest.raises(ValueError, match="--flip maybe: it is on or off"):
+        _split({"flip": ["maybe"]})
+
+
+def test_cells_that_failed_and_are_asked_for_no_more_are_gone(pretend: object, tmp_path: Path) -> None:
+    run(plan(tmp_path, [], {"alpha_min": ["1.0", "0"]}))
+    assert [t.name for t in plan(tmp_path, [], {"alpha_min": ["0.9"]}).trials] == ["alpha_min=0.9", "alpha_min=1.0"]
+
+
+def test_a_boxed_error_is_told_in_its_words(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("begun\n╭─ Parsing error ─╮\n│ --flip: no True │\n╰─────╯\n")
+    assert sweep._last_line(tmp_path / "log") == "--flip: no True"
 
 
 def test_a_settings_file_says_what_it_is_of(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Fine-tuning: the recipe's parts, chance that depends on images alone, runs killed and resumed."""
 
 import math
+import shutil
 import signal
 import socket
 from functools import partial
@@ -16,10 +17,13 @@ from torch import Tensor, nn
 
 import residua
 from residua import data
+from residua.adapt.encoder import create_model
 from residua.data import Batch
 from residua.nn import Classifier, ResNet
 from residua.train import Finetune, Hooks, fit, read_metrics
+from residua.train.checkpoint import checkpoints
 from residua.train.classify import Classification, Labelling, prepare
+from residua.train.optim import parameter_groups
 
 Weights = dict[str, Tensor]
 RESNET = {"width": 4, "stages": (1, 1, 2, 1), "optimizer": "sgd", "alpha_min": 0.7, "lr": 0.05}
@@ -60,6 +64,17 @@ def test_a_resnet_with_sgd_resumes_exactly(tmp_path: Path) -> None:
     assert process.exitcode == -signal.SIGKILL
     finetune(small_classifier("resnet18", run, resume=True, **RESNET))
     assert differences(run, calm) == []
+
+
+def test_an_annealed_one_goes_on(tmp_path: Path) -> None:
+    calm, run = tmp_path / "calm", tmp_path / "run"
+    annealed = RESNET | {"alpha_min": 0.7, "anneal": 1.0}
+    finetune(small_classifier("resnet18", calm, **annealed))
+    finetune(small_classifier("resnet18", run, **annealed))
+    shutil.rmtree(checkpoints(run)[-1])
+    finetune(small_classifier("resnet18", run, resume=True, **annealed))
+    assert differences(run, calm) == []
+    assert float(residua.load(run).shortcut.alpha[-1]) == pytest.approx(0.7)
 
 
 def test_a_run_that_goes_on_needs_nothing_it_started_from(encoder: str, tmp_path: Path) -> None:
@@ -226,6 +241,20 @@ def test_layer_decay_is_timms() -> None:
     assert renamed["blocks.0.mlp.fc1.weight"] == (pytest.approx(0.65**3), 0.05)
     assert renamed["head.weight"] == (1.0, 0.05)
     assert renamed["cls_token"] == (pytest.approx(0.65**4), 0.0)
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "vit_little_patch16_reg4_gap_256"])
+def test_tokens_and_positions_of_a_timm_encoder_are_not_decayed(name: str) -> None:
+    model: Any = create_model("timm_vit", encoder=f"timm:{name}", img_size=32, num_classes=3)
+    session = object.__new__(Classification)
+    session.model, session.config = model, Finetune().override(layer_decay=0.65, weight_decay=0.05)
+    groups = session.groups()
+    assert groups is not None
+    decayed = {n for n, (_, decay) in by_name(model, groups).items() if decay}
+    assert {"encoder.blocks.0.mlp.fc1.weight", "encoder.patch_embed.proj.weight", "head.weight"} <= decayed
+    assert not {"encoder.pos_embed", *(f"encoder.{token}" for token in model.encoder.tokens)} & decayed
+    plain = {id(p) for p in parameter_groups(model, 0.05)[0]["params"]}
+    assert decayed == {n for n, p in model.named_parameters() if id(p) in plain}, "the same with layer decay as without"
 
 
 def by_name(model: nn.Module, groups: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:

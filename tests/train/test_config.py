@@ -145,6 +145,27 @@ def test_alpha_by_steps_and_depth() -> None:
     assert auto_alpha(10**6, 6) == 0.5  # stable, if not the same
 
 
+def test_alpha_of_other_networks_and_schedules_leaves_as_much_of_the_input() -> None:
+    known = float(alphas(12, 0.6).prod())
+    config = {"n": 256, "batch_size": 256, "steps": 10**6, "size": 64}
+    outside = chosen(**config, encoder="timm:vit_large_patch16_224")
+    assert float(alphas(24, outside["alpha_min"]).prod()) == pytest.approx(known, rel=0.02)
+    constant = chosen(**config, depth=12, schedule="constant")
+    assert float(alphas(12, constant["alpha_min"], "constant").prod()) == pytest.approx(known, rel=0.05)
+
+
+@pytest.mark.parametrize(("side", "patch"), [(100, 4), (30, 2), (50, 2), (64, 8), (224, 16)])
+def test_patches_fit_a_size_that_is_given(side: int, patch: int) -> None:
+    assert chosen(img_size=side)["patch_size"] == patch
+
+
+def test_a_run_that_goes_on_wants_its_images_back() -> None:
+    begun = resolve(Pretrain().override(steps=10), data.load("shapes?n=100&size=32").train, "cpu").override(resume=True)
+    assert resolve(begun, data.load("shapes?n=100&size=32").train, "cpu") == begun
+    with pytest.raises(ValueError, match="begun with 100 images and now there are 120"):
+        resolve(begun, data.load("shapes?n=120&size=32").train, "cpu")
+
+
 def test_zero_init_goes_with_the_u_shaped_decoder() -> None:
     assert chosen()["zero_init"] is True
     assert chosen(decoder="plain")["zero_init"] is False

@@ -32,6 +32,13 @@ def test_learning_rate_rises_then_follows_a_cosine_to_zero(steps: int) -> None:
     assert all(rate > 0 for rate in rates[:-1])
 
 
+@pytest.mark.parametrize(("anneal", "whole"), [(0.0, 0), (0.5, 5), (1.0, 9)])
+def test_annealing_reaches_its_end(anneal: float, whole: int) -> None:
+    settings = Settings(steps=10, batch_size=8, lr=1.0, anneal=anneal)
+    found = [decay_strength(step, settings) for step in range(10)]
+    assert found == [1.0 if step >= whole else step / whole for step in range(10)]
+
+
 def test_without_warm_up_the_peak_comes_first() -> None:
     settings = Settings(steps=10, batch_size=8, lr=1.0, warmup=0.0)
     assert learning_rate(0, settings) == 1.0

@@ -1,8 +1,11 @@
 """Whole runs: killed at any moment and resumed, shared by processes, and refused before work starts."""
 
 import random
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,12 @@ from torch import Tensor
 
 import residua
 from residua.data import Batch
+from residua.lock import release
 from residua.nn import MAE
 from residua.train import Hooks, Pretrain, Session, estimate, fit, prepare, read_metrics
 from residua.train.checkpoint import CheckpointError, checkpoints
 from residua.train.pretrain import Reconstruction
-from residua.train.session import hours
+from residua.train.session import LOCK, hours
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +196,37 @@ def test_resume_needs_a_run(tmp_path: Path) -> None:
 def test_a_folder_that_holds_a_run_is_refused(finished: Path) -> None:
     with pytest.raises(ValueError, match=r"finished holds a run already: add --resume .* or choose another --out"):
         prepare(small(finished))
+
+
+HOLD = """
+import pathlib, sys, time
+from residua.lock import claim
+assert claim(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_folder_that_another_process_trains_in_is_refused(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = prepare(small().override(dry_run=False)).run
+    assert first is not None
+    release(first / LOCK)
+    shutil.copytree(finished, tmp_path / "copy")
+    for folder in (first, tmp_path / "copy"):
+        holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder / LOCK)], stdout=subprocess.PIPE)
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
+            with pytest.raises(ValueError, match="is being trained in by another process"):
+                prepare(small(folder, resume=folder != first))
+            if folder == first:  # a folder that is ours to name gets another number
+                assert prepare(small().override(dry_run=False)).run == first.with_name(f"{first.name}-2")
+        finally:
+            holder.kill()
+            holder.wait()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
