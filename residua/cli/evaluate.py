@@ -70,7 +70,8 @@ class EvaluateOptions:
     bf16: bool = False
     """Run the encoder in bfloat16: faster on a GPU, slightly different features."""
     out: str | None = None
-    """JSON file; default: evaluation.json in the run."""
+    """JSON file; default: in the run, evaluation.json for the images that it was trained on (with --limit, if there is
+    none yet), else evaluation-NAME.json."""
     device: str | None = None
     """cuda, cpu, ...; default: the best there is."""
 
@@ -85,6 +86,7 @@ def evaluate(args: list[str]) -> None:
     device: str | None = device_of(o.device)
     model = open_any(o.model, o.weights, img_size(o.img_size))
     spec = o.data or data_of(o.model)
+    where = _where(o, spec)
     splits = residua.data.load(spec)
     accelerator = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -94,7 +96,7 @@ def evaluate(args: list[str]) -> None:
         device = o.device  # each process has its own unless told
     cache = FeatureCache(_cache_folder(o.model, o.cache_dir), note) if o.cache else None
     if is_diffusion(model):
-        return _evaluate_diffusion(o, model, splits, device, accelerator, cache)
+        return _evaluate_diffusion(o, where, model, splits, device, accelerator, cache)
     if o.times:
         raise ValueError("--times is for diffusion models: there is no noise in what this one sees")
     report = evaluate(
@@ -113,19 +115,36 @@ def evaluate(args: list[str]) -> None:
     console.print(report.table())
     if (geometry := report.geometry_table()) is not None:
         console.print(geometry)
-    where = _where(o)
     if where is not None:
         console.print(f"written: {report.save(where)}", markup=False)
 
 
-def _where(o: EvaluateOptions) -> Path | None:
-    """The JSON file: the one asked for, or the run's."""
+def _where(o: EvaluateOptions, spec: str) -> Path | None:
+    """The JSON file: the one asked for, or one in the run.
+
+    evaluation.json is what reports and cards quote: all images that the run was trained on, or some where there is
+    nothing better. Anything else gets a name of its own.
+    """
+    from residua.train.options import trained_on
+    from residua.train.session import slug
+
     run = Path(o.model).expanduser()
-    return Path(o.out) if o.out else run / "evaluation.json" if (run / "checkpoints").is_dir() else None
+    if o.out:
+        out = Path(o.out).expanduser()
+        if out.is_dir():
+            raise ValueError(f"--out {out} is a folder: name the file to write, such as {out / 'evaluation.json'}")
+        return out
+    if not (run / "checkpoints").is_dir():
+        return None
+    file = run / "evaluation.json"
+    own = trained_on(run) in (None, spec)
+    if own and (o.limit is None or not file.exists()):
+        return file
+    return run / f"evaluation-{slug(spec)}{f'-{o.limit}' if o.limit else ''}.json"
 
 
 def _evaluate_diffusion(
-    o: EvaluateOptions, model: Any, splits: Any, device: str | None, accelerator: Any, cache: Any
+    o: EvaluateOptions, where: Path | None, model: Any, splits: Any, device: str | None, accelerator: Any, cache: Any
 ) -> None:
     """Layers x noise levels: a table of each score, heat maps of accuracies, JSON."""
     from residua.evaluate.diffusion import MARKED, TIMES, best, evaluate_diffusion, grid, grid_table
@@ -153,7 +172,6 @@ def _evaluate_diffusion(
     if "linear probe" in measured:
         layer, noise = best(report)
         console.print(f"linear probe {report.value('linear probe'):.1f} % at layer {layer}, {noise}", markup=False)
-    where = _where(o)
     if where is None:
         return
     console.print(f"written: {report.save(where)}", markup=False)

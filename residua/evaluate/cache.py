@@ -85,7 +85,7 @@ class Entry:
             wanted = [c for c in columns if c not in found]
             try:
                 numbers, features = _load_pass(folder, wanted, views)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except Exception as error:  # damage has many names: EOFError of an empty file, BadZipFile, KeyError, ...
                 self._discard(folder, error)
                 continue
             if features and (index is None or torch.equal(index, numbers)):
@@ -145,7 +145,7 @@ class Writer:
         self.filled += length
 
     def finish(self, index: Tensor) -> dict[Column, Tensor]:
-        """Put the pass in place, and drop those that it makes superfluous; the features, memory-mapped."""
+        """Put the pass in place, and drop older ones that it makes superfluous; the features, memory-mapped."""
         try:
             np.save(self.folder / "index.npy", index.numpy())
             files = {_name(column): file.close() for column, file in self.columns.items()}
@@ -154,13 +154,14 @@ class Writer:
             about["checksums"]["index"] = checksum(index.numpy())
             about["written"] = time.strftime("%Y-%m-%d %H:%M:%S")
             (self.folder / "about.json").write_text(json.dumps(about, indent=1, default=str) + "\n")
+            # mapped before others see it: a process that finishes the same later removes it, and the map stays
+            mapped = {column: np.load(self.folder / f"{_name(column)}.npy", mmap_mode="c") for column in self.columns}
             final = self.folder.rename(self.folder.with_name(f"{time.time_ns():020d}-{secrets.token_hex(2)}"))
         except OSError as error:
             raise self._failed(error) from error
         for old in self.entry.passes():
-            if old != final and _covered(old, files):
+            if old.name < final.name and _covered(old, files):
                 shutil.rmtree(old, ignore_errors=True)
-        mapped = {column: np.load(final / f"{_name(column)}.npy", mmap_mode="c") for column in self.columns}
         return {column: torch.from_numpy(x)[:, : len(index)] for column, x in mapped.items()}
 
     def abandon(self) -> None:

@@ -143,6 +143,7 @@ def evaluate_diffusion(
     view = View(_preprocessing(model, data.train), batch_size, seed=seed, bf16=bf16)
     options = {"learning_rates": learning_rates, "weight_decays": weight_decays, "epochs": epochs}
     _check_probe(probe, len(data.train), options)
+    suite.check_votes(k if knn else 1, temperature)
     chosen = resolve_layers(layers, len(block_names(model)))
     results: dict[str, ProbeResult | None] = {}
     with frozen(model, device) as where:

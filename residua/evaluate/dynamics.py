@@ -136,8 +136,11 @@ def dynamics(
 
     `runs` are folders, or folders by the name to show. `limit` images of each split are used (None: all).
     What was measured is kept in each run as dynamics.json, so that a second call computes new checkpoints only;
-    scores of checkpoints that training has dropped since stay. Other settings start the file again.
+    scores of checkpoints that training has dropped since stay. Other settings, images or versions of Residua start the
+    file again; where the images cannot be opened any more, what was measured on them stands.
     """
+    from residua import __version__
+
     wanted = {
         "knn": knn, "probe": probe, "rank": rank, "layers": layers if isinstance(layers, str) else list(layers),
         "readout": readout, "k": k, "limit": limit, "seed": seed,
@@ -147,7 +150,10 @@ def dynamics(
     for name, run in _named(runs).items():
         config = Pretrain.read(run / "config.yaml")
         spec = data or config.data.data
-        kept = _Kept.read(run, {"config": _science(config), "data": spec, **wanted}) if cache else _Kept(run, {})
+        kept = _Kept(run, {})
+        if cache:
+            about = {"config": _science(config), "data": spec, "images": images.fingerprint(spec)}
+            kept = _Kept.read(run, {"residua": __version__, **about, **wanted})
         for step, folder in _steps(run).items():
             if kept.knows(step, folder):
                 continue
@@ -209,6 +215,14 @@ class _Images:
             self._loaded[spec] = load(spec)
         return self._loaded[spec]
 
+    def fingerprint(self, spec: str) -> str | None:
+        """A key that changes when the images or labels do; None where they cannot be opened."""
+        try:
+            splits = self.load(spec)
+            return fingerprint_of(*(part.fingerprint() for part in (splits.train, splits.test) if part is not None))
+        except (ValueError, OSError):
+            return None
+
 
 def _steps(run: Path) -> dict[int, Path]:
     return {int(folder.name.removeprefix("step-")): folder for folder in checkpoints(run)}
@@ -228,11 +242,15 @@ class _Kept:
 
     @classmethod
     def read(cls, run: Path, settings: dict[str, Any]) -> _Kept:
-        """What was measured with these settings; nothing where the file is absent, broken or of others."""
+        """What was measured with these settings; nothing where the file is absent, broken or of others.
+
+        Where the images cannot be opened, which they were is not asked.
+        """
         settings = {"format": _FORMAT, **settings}
+        unasked = {"images": None} if settings["images"] is None else {}
         try:
             content = json.loads((run / "dynamics.json").read_text())
-            if content["settings"] != settings:
+            if content["settings"] | unasked != settings:
                 return cls(run, settings)
             rows = {int(step): entry for step, entry in content["checkpoints"].items()}
             scores = {

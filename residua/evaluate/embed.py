@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,9 @@ def embed(
     """
     if world()[1] > 1:
         raise RuntimeError("embed writes one file from one process; run it without a launcher")
+    out = Path(out).expanduser()
+    if out.is_dir():
+        raise ValueError(f"{out} is a folder: name the file to write, such as {out / 'features.parquet'}")
     encoder = encoder_of(model)
     chosen = resolve_layers(layers, encoder.depth)
     reader = EncoderReader(encoder, chosen, check_readout(readout))
@@ -72,14 +78,13 @@ def embed(
     widths = encoder.widths() if isinstance(encoder, Foreign) else [encoder.embed_dim] * encoder.depth
     schema = _schema({i: widths[i] for i in chosen}).with_metadata({"residua": json.dumps(about, default=str)})
 
-    out = Path(out)
-    part = out.with_name(out.name + ".part")
+    part = out.with_name(f"{out.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with frozen(model, device) as where, undisturbed(), pq.ParquetWriter(part, schema) as writer:
             for name, source in sources.items():
-                feed = open_feed(source, where, view, on_bad_image)
-                _write(writer, schema, name, feed, reader, view, row_group)
+                with closing(open_feed(source, where, view, on_bad_image)) as feed:
+                    _write(writer, schema, name, feed, reader, view, row_group)
         part.replace(out)
     finally:
         part.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ from .interval import wilson
 from .protocols import split
 from .rank import CollapsedError, entropy_rank
 from .reading import View, collect_all, frozen, open_feed
+from .report import finite
 
 HELD_OUT = 0.2  # of the training images, where a labelled data set brings no test split
 
@@ -151,7 +152,7 @@ def train_and_test(session: Classification, hooks: Hooks | None = None) -> Finet
         seed=c.optim.seed, run=None if session.run is None else str(session.run), model=model,
     )  # fmt: skip
     if session.run is not None and session.accelerator.is_main_process:
-        write_text(session.run / "finetune.json", json.dumps(result.to_dict(), indent=1))
+        write_text(session.run / "finetune.json", json.dumps(finite(result.to_dict()), indent=1))
     return result
 
 

@@ -180,7 +180,7 @@ class Report:
         return cls(**{**values, "scores": scores, "img_size": (height, width)})
 
     def to_json(self) -> str:
-        return json.dumps(_finite(self.to_dict()), indent=2)
+        return json.dumps(finite(self.to_dict()), indent=2)
 
     def save(self, path: str | Path) -> Path:
         """Write the JSON; the file is whole or not there."""
@@ -215,10 +215,10 @@ def _uncertainty(metric: str, scores: list[Score]) -> list[str]:
     return [f"{metric}, {s.value:.1f} %: " + ", ".join(parts)]
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON knows no infinity: anything not finite becomes null."""
     if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
+        return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -109,6 +109,7 @@ def evaluate(
     """
     if probe is not None and probe not in PROTOCOLS:
         raise ValueError(f"unknown probe protocol {probe!r}; there are {', '.join(PROTOCOLS)}")
+    check_votes(k if knn else 1, temperature)
     model = accelerator.unwrap_model(model) if accelerator is not None else model
     device = accelerator.device if device is None and accelerator is not None else device
     data = load(data) if isinstance(data, str) else data
@@ -118,6 +119,8 @@ def evaluate(
     options = {"learning_rates": learning_rates, "weight_decays": weight_decays, "epochs": epochs}
     if probe is not None:
         resolve_recipe(probe, len(data.train), **options)  # type: ignore[arg-type]
+    sources = {name: pick_split(data, name, limit, seed) for name in ("train", "test")}
+    _check_shots(shots, sources, seed)
     readers = {MODEL: encoder_subject(encoder, chosen, readouts)}
     results: dict[str, ProbeResult | None] = {}
     with frozen(model, device) as where:
@@ -126,7 +129,6 @@ def evaluate(
             readers[PIXELS] = pixel_subject(pixel_size)
         open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image)
         wanted = views if probe == "cached" and data.train.labels is not None else 0
-        sources = {name: pick_split(data, name, limit, seed) for name in ("train", "test")}
         read = partial(read_features, readers, open_with=open_with, cache=open_cache(cache), on_bad_image=on_bad_image)
         whole = {name: read(source, view=_viewed(view, name, wanted)) for name, source in sources.items() if source}
         subjects = {name: (whole["train"][name], whole.get("test", {}).get(name)) for name in readers}
@@ -162,6 +164,33 @@ def evaluate(
     if neighbors:
         _add_neighbors(report, test or train, neighbors, seed)
     return report
+
+
+def check_votes(k: int | Sequence[int], temperature: float) -> None:
+    """Raise what kNN would, before there are features."""
+    ks = [k] if isinstance(k, int) else list(k)
+    if not ks or min(ks) < 1:
+        raise ValueError(f"k must be at least 1, got {ks}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+
+
+def _check_shots(shots: Sequence[int], sources: dict[str, Source | None], seed: int) -> None:
+    """Whether every class has so many images to draw from, those less that `test_set` holds out."""
+    train, test = sources["train"], sources["test"]
+    if shots and min(shots) < 1:
+        raise ValueError(f"few-shot kNN needs at least one image a class, got shots {list(shots)}")
+    if not shots or train is None or train.labels is None or len(set(train.labels.tolist())) < 2:
+        return
+    labels = torch.from_numpy(train.labels)
+    if test is None or test.labels is None:
+        labels = labels[split(labels, _TEST_SHARE, seed)[0]]
+    classes, sizes = labels.unique(return_counts=True)
+    least, most = int(sizes.min()), max(shots)
+    if most > least:
+        which = int(classes[sizes.argmin()])
+        raise ValueError(f"{most} images a class were asked for, but class {which} has only {least} training images; "
+                         f"ask for at most {least}")  # fmt: skip
 
 
 def _viewed(view: View, part: str, views: int) -> View:

@@ -31,7 +31,7 @@ from residua.train.finetune_config import (
 )
 from residua.train.loop import Objective
 from residua.train.machine import count_parameters, training_flops
-from residua.train.optim import Groups
+from residua.train.optim import UNDECAYED, Groups
 from residua.train.options import DataConfig, trained_on
 from residua.train.session import (
     Lines,
@@ -132,8 +132,9 @@ class Classification(Session[Finetune, Any]):
             return None
         assert isinstance(o.weight_decay, float | int)
         assert isinstance(o.layer_decay, float)
+        free = [name for name, _ in self.model.named_parameters() if name.endswith(UNDECAYED)]
         return param_groups_layer_decay(
-            self.model, o.weight_decay, no_weight_decay_list=["encoder.cls_token"], layer_decay=o.layer_decay
+            self.model, o.weight_decay, no_weight_decay_list=free, layer_decay=o.layer_decay
         )
 
     def example(self) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ import torch
 
 from residua.data import Preprocessing, Splits
 from residua.evaluate import CacheError, FeatureCache, FeatureSet, evaluate, extract
-from residua.evaluate.cache import checksum, weights_hash
+from residua.evaluate.cache import Entry, checksum, weights_hash
 from residua.nn import ViT
 
 
@@ -127,13 +127,22 @@ def test_damage_is_noticed_told_and_repaired(vit: ViT, noise: Splits, tmp_path) 
         with (folder / "tokens.2.npy").open("r+b") as file:
             file.truncate(500)
 
+    def empty(folder: Path) -> None:
+        (folder / "tokens.2.npy").write_bytes(b"")
+
+    def zipped(folder: Path) -> None:
+        (folder / "index.npy").write_bytes(b"PK\x03\x04")
+
     def lose(folder: Path) -> None:
         (folder / "index.npy").unlink()
 
     def garble(folder: Path) -> None:
         (folder / "about.json").write_text("{")
 
-    for damage in (flip, truncate, lose, garble):
+    def replace(folder: Path) -> None:
+        (folder / "about.json").write_text("[]")
+
+    for damage in (flip, truncate, empty, zipped, lose, garble, replace):
         notes: list[str] = []
         cache = FeatureCache(tmp_path, notes.append)
         extract(vit, noise, splits=("test",), cache=cache)
@@ -146,6 +155,27 @@ def test_damage_is_noticed_told_and_repaired(vit: ViT, noise: Splits, tmp_path) 
     garble(*passes(tmp_path))
     with pytest.warns(UserWarning, match="damaged"):
         extract(vit, noise, splits=("test",), cache=tmp_path)
+
+
+def test_two_that_finish_the_same_pass_leave_each_other_the_features(tmp_path) -> None:
+    entry, rows = Entry(FeatureCache(tmp_path), tmp_path / "entry", {}), torch.randn(1, 5, 3)
+    writers = [entry.writer().begin(5) for _ in range(2)]
+    for writer in writers:
+        writer.add({("tokens", 2): rows})
+    index, passes_of, found = torch.arange(5), entry.passes, []
+
+    def overtaken() -> list[Path]:
+        """The second finishes, and clears up, while the first is about to."""
+        if not found:
+            found.append({})
+            found[0] = writers[1].finish(index)
+        return passes_of()
+
+    entry.passes = overtaken  # type: ignore[method-assign]
+    found.append(writers[0].finish(index))
+    assert len(passes(tmp_path)) == 1
+    for features in (*found, entry.load([("tokens", 2)], 0)[1]):
+        assert torch.equal(features["tokens", 2], rows)
 
 
 def test_what_killed_writers_left_is_removed_and_others_are_let_be(vit: ViT, noise: Splits, tmp_path) -> None:

@@ -70,3 +70,31 @@ def test_a_device_that_is_not_there_is_told_first(command: str, device: str, cap
     assert cli.main([command, "no-run", "--data", "shapes", "--device", device]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"error: --device {device}: there is no such device; there is cpu" in said
+
+
+def test_only_an_evaluation_on_all_of_its_own_images_replaces_that_of_a_run(run: Path, tmp_path: Path, capsys) -> None:
+    own, other = "shapes?n=24&size=16&test=12&classes=3", "shapes?n=20&size=16&test=10&classes=2"
+    (run / "config.yaml").write_text(f"data: {own}\n")
+
+    def written(*args: str) -> Path:
+        quick = ["--probe", "none", "--no-baselines", "--no-cache", "--k", "3", "--device", "cpu"]
+        assert cli.main(["evaluate", str(run), *quick, *args]) == 0
+        return Path(capsys.readouterr().out.split("written: ")[1].strip())
+
+    assert written("--limit", "10") == run / "evaluation.json", "there is none yet: a sweep waits for it"
+    assert written() == run / "evaluation.json"
+    whole = (run / "evaluation.json").read_text()
+    assert json.loads(whole)["n_train"] == 24
+    assert written("--data", other) == run / "evaluation-shapes.json"
+    assert written("--data", other, "--limit", "9") == run / "evaluation-shapes-9.json"
+    assert written("--limit", "10") == run / "evaluation-shapes-10.json"
+    assert written("--data", other, "--out", str(tmp_path / "x.json")) == tmp_path / "x.json"
+    assert (run / "evaluation.json").read_text() == whole
+    assert written("--data", own) == run / "evaluation.json"
+    (run / "evaluation.json").unlink()
+    assert written("--data", other) == run / "evaluation-shapes.json", "never for other images"
+
+
+def test_a_folder_to_write_to_is_refused_first(run: Path, tmp_path: Path, capsys) -> None:
+    assert cli.main(["evaluate", str(run), *QUICK, "--no-cache", "--out", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy.stats import pearsonr
 
 from residua.data import load
@@ -91,6 +92,33 @@ def test_weights_written_again_are_measured_again(tmp_path: Path) -> None:
     os.utime(run / "checkpoints/step-0000010/model.safetensors", ns=(1, 1))
     told: list[str] = []
     dynamics([run], probe=None, knn=False, on_message=told.append)
+    assert told == ["run: step 10"]
+
+
+def test_other_images_of_the_same_name_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, pictures, source = make_run(tmp_path / "run", 0.8, steps=(10,)), tmp_path / "pictures", load(DATA).train
+    for i in range(24):
+        (pictures / str(i % 2)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(source.read(i)).save(pictures / str(i % 2) / f"{i}.png")
+    told: list[str] = []
+
+    def measured(**settings: Any) -> Dynamics:
+        quick: Any = {"data": f"folder:{pictures}", "probe": None, "knn": False, "on_message": told.append}
+        return dynamics([run], **quick, **settings)
+
+    before = measured()
+    for i in range(24):
+        Image.fromarray(source.read(i)[::-1] // 2).save(pictures / str(i % 2) / f"{i}.png")
+    after = measured()
+    assert after.points == measured(cache=False).points != before.points
+    told.clear()
+    pictures.rename(tmp_path / "away")
+    assert measured().points == after.points, "there is nothing to compare with, so what is known stands"
+    (tmp_path / "away").rename(pictures)
+    assert measured().points == after.points
+    assert told == []
+    monkeypatch.setattr("residua.__version__", "0.0.0")
+    measured()
     assert told == ["run: step 10"]
 
 

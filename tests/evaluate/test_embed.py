@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from residua.data import DataError, Splits
+from residua.data.feed import Feed
 from residua.evaluate import embed, extract
 from residua.nn import ViT
 
@@ -58,3 +59,27 @@ def test_failure_leaves_no_file_and_keeps_the_old_one(vit: ViT, noise: Splits, t
     assert out.read_text() == "old"
     with pytest.raises(DataError, match="none of the splits"):
         embed(vit, Splits("noise", noise.train), out, splits=("test",))
+
+
+def test_a_folder_is_refused_before_any_image_is_read(vit: ViT, noise: Splits, tmp_path: Path, monkeypatch) -> None:
+    def read(*_, **__):
+        raise AssertionError("an image was read")
+
+    monkeypatch.setattr(type(noise.train), "read", read)
+    monkeypatch.setattr(vit, "forward_features", read)
+    with pytest.raises(ValueError, match=r"is a folder: .*features\.parquet"):
+        embed(vit, noise, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_home_is_understood_feeds_are_closed_and_others_files_let_be(
+    vit: ViT, noise: Splits, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "f.parquet.part").write_text("of another process")
+    closed, close = [], Feed.close
+    monkeypatch.setattr(Feed, "close", lambda feed: (closed.append(feed.source.split), close(feed)))
+    assert embed(vit, noise, "~/f.parquet") == tmp_path / "f.parquet"
+    assert closed == ["train", "test"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["f.parquet", "f.parquet.part"]
+    assert (tmp_path / "f.parquet.part").read_text() == "of another process"

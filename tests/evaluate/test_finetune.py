@@ -17,6 +17,8 @@ from residua.evaluate import FinetuneResult, entropy_rank, finetune
 from residua.evaluate.finetune import labelled, origin, score
 from residua.evaluate.interval import wilson
 from residua.nn import MAE, Classifier, ResNet
+from residua.recipes.summary import scores_of
+from residua.report.runs import read_run
 from residua.train import Finetune, read_metrics
 
 QUICK: dict[str, Any] = {"cpu": True, "flip": False, "scale": (0.8, 1.0), "batch_size": 32}
@@ -108,6 +110,21 @@ def test_a_resnet_learns_the_digits_from_scratch(tmp_path: Path) -> None:
     assert 0 < tested[0]["eval/entropy_rank"] < math.log(64)
     assert json.loads((tmp_path / "r" / "finetune.json").read_text())["accuracy"] == result.accuracy
     assert residua.load(tmp_path / "r").config["alpha_min"] == 0.7
+
+
+def test_what_is_not_a_number_is_null_in_the_file(tmp_path: Path) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    few, out = "shapes?n=24&size=16&test=12&classes=3", str(tmp_path / "r")
+    result = finetune("resnet18", few, width=8, steps=1, out=out, trackers=(), **QUICK)
+    assert math.isnan(result.top5)
+    stored = json.loads((tmp_path / "r" / "finetune.json").read_text(), parse_constant=refuse)
+    assert stored["top5"] is None
+    report = read_run(out).evaluation
+    assert report is not None
+    assert {s.metric for s in report.scores} == {"accuracy", "entropy rank"}
+    assert scores_of(tmp_path / "r")["accuracy"] == (result.accuracy, "%")
 
 
 def test_splits_and_unknown_settings(mae: MAE, digits: Splits) -> None:

@@ -77,6 +77,40 @@ def test_layers_and_several_k(mae: MAE, digits: Splits) -> None:
         assert {k: report.value("kNN", layer=layer, k=k) for k in (1, 5)} == {k: r.accuracy for k, r in own.items()}
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"k": 0}, "k must be at least 1"),
+        ({"k": (5, -1)}, "k must be at least 1"),
+        ({"k": ()}, "k must be at least 1"),
+        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"temperature": math.nan}, "temperature must be positive"),
+        ({"shots": (1, 0)}, "at least one image a class"),
+        ({"shots": (17,)}, "class 2 has only 16 training images; ask for at most 16"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_images_are_read(
+    vit: ViT, noise: Splits, monkeypatch, options: dict, problem: str
+) -> None:
+    def read(*_, **__):
+        raise AssertionError("images were read")
+
+    monkeypatch.setattr("residua.evaluate.suite.read_features", read)
+    with pytest.raises(ValueError, match=problem):
+        evaluate(vit, noise, **options)
+
+
+def test_shots_are_counted_where_a_fifth_is_held_out_and_not_without_labels(vit: ViT, noise: Splits) -> None:
+    alone = Splits("noise", noise.train)
+    assert evaluate(vit, alone, shots=(13,), k=5, baselines=False, **FAST).value("few-shot kNN") >= 0
+    with pytest.raises(ValueError, match="only 13 training images"):
+        evaluate(vit, alone, shots=(14,), **FAST)
+    with pytest.raises(ValueError, match="ask for at most"):
+        evaluate(vit, noise, shots=(10,), limit=20, **FAST)
+    noise.train.labels = None
+    assert not evaluate(vit, alone, knn=False, k=(), shots=(100,), **FAST).scores
+
+
 def test_the_untrained_encoder_is_random_not_an_identity_and_repeatable(mae: MAE) -> None:
     assert not mae.encoder.blocks[0].mlp.fc2.weight.any()
     state = torch.get_rng_state()
