@@ -181,13 +181,18 @@ def _faded_class(plain: type[nn.Module], kind: Kind) -> type[nn.Module]:
     return made
 
 
-def install(block: nn.Module, kind: Kind, alphas: Tensor, scale: float = 1.0, index: int = 0) -> None:
-    """Let a block fade; where it does already, with these alphas from now on."""
+def check_fades(block: nn.Module, kind: Kind) -> None:
+    """ValueError says why a block cannot fade."""
     name = plain_class(block).__name__
     if kind.reason:
         raise ValueError(f"a {name} cannot fade: {kind.reason}")
     if "forward" in vars(block):
         raise ValueError(f"a {name} cannot fade: its forward was replaced on the instance, so its class does not count")
+
+
+def install(block: nn.Module, kind: Kind, alphas: Tensor, scale: float = 1.0, index: int = 0) -> None:
+    """Let a block fade; where it does already, with these alphas from now on."""
+    check_fades(block, kind)
     where = next((p.device for p in block.parameters()), torch.device("cpu"))
     if isinstance(block, Faded):
         getattr(block, ALPHA).copy_(alphas)

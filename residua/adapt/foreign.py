@@ -16,6 +16,7 @@ from residua.data import Preprocessing
 from residua.nn import encoder_of as own_encoder_of
 from residua.nn.stream import Tap
 
+from .block import SCALE
 from .generic import evaluating
 from .model import Located, blocks_of, fade, is_own, shortcuts, tapped, unfade
 from .names import SOURCE, open_model
@@ -57,7 +58,9 @@ class Foreign(nn.Module):
     def config(self) -> dict[str, Any]:
         """What features depend on beside weights and buffers."""
         structure = hashlib.blake2b(repr(self.model).encode(), digest_size=16).hexdigest()
-        return {"class": type(self.model).__qualname__, "structure": structure, "source": _source(self.model)}
+        scales = [getattr(at.block, SCALE, 1.0) for at in self.located]  # alphas are buffers, these are not
+        about = {"class": type(self.model).__qualname__, "structure": structure, "source": _source(self.model)}
+        return about | {"scales": scales}
 
     @torch.no_grad()
     def widths(self) -> list[int]:

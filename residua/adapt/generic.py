@@ -257,8 +257,8 @@ class Finder:
 
 
 def stream_name(block: nn.Module) -> str:
-    """What a block's forward calls its first argument."""
-    return next(p for p in inspect.signature(plain_class(block).forward).parameters if p != "self")
+    """What a block's forward calls its first argument; empty where it takes none."""
+    return next((p for p in inspect.signature(plain_class(block).forward).parameters if p != "self"), "")
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,19 @@ from residua.nn.stream import fade as own_fade
 from residua.nn.stream import stream as own_stream
 from residua.nn.stream import unfade as own_unfade
 
-from .block import ALPHA, INDEX, Faded, Kind, computed_by, install, plain_class, split, steps_of, uninstall
+from .block import (
+    ALPHA,
+    INDEX,
+    Faded,
+    Kind,
+    check_fades,
+    computed_by,
+    install,
+    plain_class,
+    split,
+    steps_of,
+    uninstall,
+)
 from .diffusers_blocks import KINDS as DIFFUSERS
 from .generic import NoExample, find_generic, strangers
 from .timm_blocks import KINDS as TIMM
@@ -56,17 +69,21 @@ def blocks_of(model: nn.Module, example: Any = None) -> list[Located]:
         if refused:
             name, block, kind = refused[0]
             raise ValueError(f"{name}, a {plain_class(block).__name__}, cannot fade: {kind.reason}")
-        if _is_whole(model, known):
+        if _faded_as_one(known):
+            return _in_order(known)
+        if _is_whole(model, known) or isinstance(known[0].block, Faded):
             return known
-        return _in_order(known) if isinstance(known[0].block, Faded) else _with_unknown(model, known, example)
+        return _with_unknown(model, known, example)
     return [Located(*found) for found in find_generic(model, example)]
 
 
+def _faded_as_one(known: Sequence[Located]) -> bool:
+    """Did one `fade` reach all of these blocks? Then they are one stream; of two towers, each faded, numbers repeat."""
+    return len({getattr(at.block, INDEX, None) for at in known} - {None}) == len(known)
+
+
 def _in_order(faded: list[Located]) -> list[Located]:
-    """Faded blocks as the model computes them, which need not be as its modules are listed."""
-    places = [getattr(at.block, INDEX, -1) for at in faded]
-    if -1 in places or len(set(places)) < len(places):
-        return faded
+    """Blocks of one `fade` as the model computes them, which need not be as its modules are listed."""
     return sorted(faded, key=lambda at: int(getattr(at.block, INDEX)))
 
 
@@ -137,12 +154,35 @@ def stream(model: nn.Module, images: Any = None, *context: Any, **named: Any) ->
         return Stream([step for at in blocks_of(model) for step in steps_of(at.block, at.kind, at.name)])
     located = blocks_of(model, (images, *context))
     bound: list[Step] = []
-    for at, args, kwargs in _calls(model, located, (images, *context), named):
-        x, args, kwargs = split(at.kind, args, kwargs)
-        for step in steps_of(at.block, at.kind, at.name, args, kwargs):
-            bound.append(replace(step, input=x))
-            x = step(x)
+    with _buffers_kept(model):
+        for at, args, kwargs in _calls(model, located, (images, *context), _uncached(model) | named):
+            x, args, kwargs = split(at.kind, args, kwargs)
+            for step in steps_of(at.block, at.kind, at.name, args, kwargs):
+                bound.append(replace(step, input=x))
+                x = step(x)
     return Stream(bound)
+
+
+def _uncached(model: nn.Module) -> dict[str, Any]:
+    """What a language model is called with to keep no keys and values: a step would add its own to those of the run."""
+    caches = getattr(getattr(model, "config", None), "use_cache", False)
+    takes = inspect.signature(model.forward).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    return {"use_cache": False} if caches and ("use_cache" in takes or open_ended) else {}
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """While open, modules in training have copies of their buffers: running statistics move in those."""
+    kept = [(module, dict(module._buffers)) for module in model.modules() if module.training]
+    for module, buffers in kept:
+        copies = {name: x.clone() for name, x in buffers.items() if x is not None and name != ALPHA}
+        module._buffers.update(copies)
+    try:
+        yield
+    finally:
+        for module, buffers in kept:
+            module._buffers.update(buffers)
 
 
 def _calls(
@@ -194,6 +234,8 @@ def fade(model: nn.Module, alpha_min: float = 1.0, *, example: Any = None, **dec
     if spec.schedule == "learned":
         raise ValueError("a learned alpha is a parameter, and fading adds none to a foreign model: choose a schedule")
     located = blocks_of(model, example)
+    for at in located:
+        check_fades(at.block, at.kind)
     counts = [len(at.kind.parts(at.block)) for at in located]
     for index, (at, alphas) in enumerate(zip(located, spread(spec, counts).split(counts))):
         install(at.block, at.kind, alphas, spec.branch_scale, index)
@@ -228,7 +270,8 @@ class Shortcuts:
     """The alphas of a faded foreign model, as `residua.nn.shortcut.Shortcuts` offers those of ours."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.blocks = [at.block for at in _in_order(_known(model)) if isinstance(at.block, Faded)]
+        faded = [at for at in _known(model) if isinstance(at.block, Faded)]
+        self.blocks = [at.block for at in (_in_order(faded) if _faded_as_one(faded) else faded)]
         self.decay: Decay = getattr(model, DECAY)
 
     @property

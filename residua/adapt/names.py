@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -24,10 +25,11 @@ from torch import Tensor, nn
 
 from residua.data import Preprocessing
 
+from .folder import config_of, from_processor, from_timm, set_norms
+
 LIBRARIES = ("timm", "torchvision", "transformers", "diffusers")
 SOURCE = "residua_source"
 """Attribute of an opened model: the keywords of `open_model` that open the same architecture again."""
-_HALVES = (0.5, 0.5, 0.5)
 
 
 def is_name(name: object) -> bool:
@@ -64,8 +66,24 @@ def open_model(
     model = openers[library](_library(library, name), inner, published, **options)
     if file is not None:
         _load(model, file, name)
+    set_norms(model, _written(library, inner, model))
     setattr(model, SOURCE, {"name": name, **options})
     return model.eval()
+
+
+def _written(library: str, name: str, model: Any) -> dict[str, Any]:
+    """The `config.json` that a model of timm or transformers was opened by; empty where there is none."""
+    if library == "transformers":
+        return model.config.to_dict()
+    kind, _, where = name.partition(":")
+    if library == "timm" and kind == "local-dir":
+        return config_of(Path(where))
+    if library == "timm" and kind in ("hf-hub", "hf_hub"):
+        from huggingface_hub import hf_hub_download
+
+        repository, _, revision = where.partition("@")
+        return config_of(Path(hf_hub_download(repository, "config.json", revision=revision or None)).parent)
+    return {}
 
 
 def _library(library: str, name: str) -> Any:
@@ -113,18 +131,10 @@ def _timm(timm: Any, name: str, published: bool, **options: Any) -> nn.Module:
     model = _published(f"timm:{name}", make) if published else make()
     config = timm.data.resolve_model_data_config(model)
     channels, *side = config["input_size"]
-    channels = options.get("in_chans", channels)
-    kind = config["interpolation"] if config["interpolation"] in ("bilinear", "bicubic") else "bicubic"
     size = options.get("img_size") or getattr(getattr(model, "patch_embed", None), "img_size", None) or side
-    mean, std = (_spread(config[key], channels) for key in ("mean", "std"))
     shape: Any = size if isinstance(size, int) else tuple(size)
-    model.preprocessing = Preprocessing(shape, mean, std, channels, crop_pct=config["crop_pct"], interpolation=kind)
+    model.preprocessing = from_timm(config, shape, options.get("in_chans", channels))
     return model
-
-
-def _spread(values: Any, channels: int) -> tuple[float, ...]:
-    """As many values as channels: the published ones, or their mean for each."""
-    return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
 
 
 def _torchvision(torchvision: Any, name: str, published: bool, **options: Any) -> nn.Module:
@@ -190,13 +200,7 @@ def _processor(folder: Path, size: Any, channels: int, transformers: Any, where:
             found = transformers.AutoImageProcessor.from_pretrained(where).to_dict()
         except Exception:  # the weights are here, a processor is not
             found = {}
-    mean, std = (found.get(key) or _HALVES for key in ("image_mean", "image_std"))
-    edge = (found.get("size") or {}) if isinstance(found.get("size"), dict) else {}
-    crop = side[0] / edge["shortest_edge"] if edge.get("shortest_edge", 0) >= side[0] else 1.0
-    kind = "bicubic" if found.get("resample", 2) == 3 else "bilinear"
-    return Preprocessing(
-        side, _spread(mean, channels), _spread(std, channels), channels, crop_pct=crop, interpolation=kind
-    )
+    return from_processor(found, side, channels)
 
 
 def _diffusers(diffusers: Any, name: str, published: bool, **options: Any) -> nn.Module:
@@ -271,11 +275,17 @@ def read_weights(file: Path) -> dict[str, Tensor]:
             return load_file(file)
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ValueError(f"{file} cannot be read as weights, neither of safetensors nor of PyTorch ({why})") from error
+        raise ValueError(f"{file} cannot be read as weights: {why_unreadable(error)}") from error
     for key in ("state_dict", "model", "model_state_dict", "teacher"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not all(isinstance(x, Tensor) for x in content.values()):
         raise ValueError(f"{file} holds no state dict of tensors")
     return {key.removeprefix("module."): x for key, x in content.items()}
+
+
+def why_unreadable(error: Exception) -> str:
+    """One line for a file of weights that does not open; PyTorch's own says how to run the code in it."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "it holds other things than tensors, which are not loaded as they may run code, or it is broken"
+    return str(error).strip().partition("\n")[0] or type(error).__name__

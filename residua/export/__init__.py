@@ -12,6 +12,7 @@ import copy
 import importlib.util
 import inspect
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,6 +65,8 @@ TARGETS: dict[str, tuple[Writer, str]] = {
     "safetensors": (to_safetensors, "{}/model.safetensors"),
 }
 """Target -> what writes it, and what its loading is given. `hub` is several of them."""
+FILES = (*stock.FILES, *graph.FILES)
+"""What the targets write. A hub folder has more: a card, and two folders."""
 NEEDS = {
     "transformers": (("transformers",), "pip install transformers"),
     "transformers-mae": (("transformers",), "pip install transformers"),
@@ -111,22 +114,26 @@ def export(
         raise ExportError(f"{what} is its own library's model already: what was trained here is exported")
     run = None if isinstance(model, nn.Module) else Path(model).expanduser()
     place = Path(out).expanduser() if out else default_out(run, to)
-    if place.exists() and (not place.is_dir() or any(place.iterdir())) and not overwrite:
+    if place.is_dir() and any(place.iterdir()) and not overwrite:
         raise ExportError(f"{place} exists: choose another --out, or --overwrite")
+    if place.is_file():
+        raise ExportError(f"{place} is a file: choose another --out")
+    if (place / "checkpoints").is_dir() and (place / "config.yaml").exists():
+        raise ExportError(f"{place} is a run, which an export would overwrite: choose another --out")
     network: Any = copy.deepcopy(model).cpu().float().eval() if isinstance(model, nn.Module) else load(model, ema=ema)
     images, source = real_images(run, stock.preprocessing_of(network))
-    fresh = not place.exists()
-    place.mkdir(parents=True, exist_ok=True)
-    try:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=place.parent) as home:
+        draft = Path(home) / "export"
+        draft.mkdir()
+        notes: tuple[str, ...] = ()
         if to == "hub":
-            exports, notes = _hub(network, run, place, images, source, license, name, ema)
-            return Result(place, source, exports, notes, _rounding(network, images))
-        exports = [_one(to, network, place, images, _where(to, place))]
-        return Result(place, source, exports, rounding=_rounding(network, images))
-    except BaseException:
-        if fresh:
-            shutil.rmtree(place, ignore_errors=True)
-        raise
+            exports, notes = _hub(network, run, draft, place, images, source, license, name, ema)
+        else:
+            exports = [_one(to, network, draft, place, images)]
+        rounding = _rounding(network, images)
+        _move(draft, place)
+    return Result(place, source, exports, notes, rounding)
 
 
 def default_out(run: Path | None, to: str) -> Path:
@@ -134,15 +141,49 @@ def default_out(run: Path | None, to: str) -> Path:
     return (run if run is not None and (run / "checkpoints").is_dir() else Path()) / "export" / to
 
 
-def _one(to: str, model: nn.Module, out: Path, images: Tensor, where: str) -> tuple[Export, Checked]:
-    written = TARGETS[to][0](model, out, images, where)
-    return written, check(written, LIMIT)
+def _move(draft: Path, place: Path) -> None:
+    """Put a checked export where it was asked for; of an earlier one there no file stays that would be read."""
+    if not place.exists():
+        draft.rename(place)
+        return
+    new = [file.relative_to(draft) for file in draft.rglob("*") if file.is_file()]
+    for file in new:
+        (place / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(draft / file, place / file)
+    for file in _written(place):
+        if file.relative_to(place) not in new:
+            file.unlink()
+            if file.parent != place and not any(file.parent.iterdir()):
+                file.parent.rmdir()
+    if (place / "checkpoints").is_dir() and not any((place / "checkpoints").iterdir()):
+        (place / "checkpoints").rmdir()
+
+
+def _written(place: Path) -> list[Path]:
+    """The files in a folder that exports write, but for a card."""
+    found = [folder / name for folder in (place, place / "transformers") for name in FILES]
+    for step in place.glob("checkpoints/step-*"):
+        files = sorted(step.iterdir())
+        found += files if [file.name for file in files] == ["model.json", "model.safetensors"] else []
+    return [file for file in found if file.exists()]
+
+
+def _one(
+    to: str, model: nn.Module, draft: Path, place: Path, images: Tensor, inside: str = ""
+) -> tuple[Export, Checked]:
+    """Written to and checked in `draft`, or in a folder inside it; what is returned speaks of `place`, its home."""
+    more = f", subfolder={inside!r}" if inside else ""
+    there, here = _where(to, draft) + more, _where(to, place) + more
+    written = TARGETS[to][0](model, draft / inside, images, there)
+    checked = check(written, LIMIT)
+    return replace(written, folder=place / inside, loading=written.loading.replace(there, here)), checked
 
 
 def _hub(
     model: nn.Module,
     run: Path | None,
-    out: Path,
+    draft: Path,
+    place: Path,
     images: Tensor,
     source: str,
     license: str,
@@ -153,38 +194,37 @@ def _hub(
     exports: list[tuple[Export, Checked]] = []
     shown: list[tuple[Export, Checked]] = []
     notes: list[str] = []
-    stocks = [("torchvision", out)] if isinstance(model, ResNet) else []
+    stocks = [("torchvision", "")] if isinstance(model, ResNet) else []
     if isinstance(model, MAE | ViT | Classifier):
-        stocks = [("timm", out), ("transformers", out / "transformers")]
+        stocks = [("timm", ""), ("transformers", "transformers")]
         if not _has(("transformers",)):
             notes.append("without weights for transformers, which is not installed: pip install transformers")
             stocks.pop()
     if not stocks:
         notes.append(f"no stock library has a {type(model).__name__}: the folder holds our checkpoint and the card")
-    for to, folder in stocks:
-        more = ", subfolder='transformers'" if to == "transformers" else ""
-        where = _where(to, out) + more
+    for to, inside in stocks:
+        folder = draft / inside
         folder.mkdir(exist_ok=True)
         try:
-            written, checked = _one(to, model, folder, images, where)
+            written, checked = _one(to, model, draft, place, images, inside)
         except ExportError as error:
             for file in stock.FILES:
                 (folder / file).unlink(missing_ok=True)
-            if folder != out and not any(folder.iterdir()):
+            if inside:
                 folder.rmdir()
             notes.append(f"without weights for {to}: {error}")
             continue
         exports.append((written, checked))
         if name is not None:  # the card loads from there
-            there = {"timm": repr(f"hf-hub:{name}"), "transformers": repr(name) + more}
+            there = {"timm": repr(f"hf-hub:{name}"), "transformers": repr(name)}
             fetched = there.get(to, f"huggingface_hub.hf_hub_download({name!r}, 'model.safetensors')")
-            loading = written.loading.replace(where, fetched)
+            loading = written.loading.replace(_where(to, place), fetched)
             loading = f"import huggingface_hub; {loading}" if to == "torchvision" else loading
             written = replace(written, loading=loading)
         shown.append((written, checked))
     step = _step(run, ema)
-    hub.write_checkpoint(model, out, step)
-    hub.write_card(out, model, run, shown, source, license, name, step)
+    hub.write_checkpoint(model, draft, step)
+    hub.write_card(draft, place, model, run, shown, source, license, name, step)
     return exports, tuple(notes)
 
 

@@ -18,6 +18,7 @@ from residua.export.clean import IMAGES, Export
 from residua.export.stock import preprocessing_of
 from residua.nn import MAE, Classifier, ResNet, SiT, UniformNet, UViT, ViT
 
+FILES = ("model.onnx", "model.pt2", "preprocessing.json")
 OPSET = 23
 """Of ONNX: the newest that PyTorch's exporter writes; attention is one node from here on."""
 

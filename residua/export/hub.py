@@ -36,6 +36,7 @@ def write_checkpoint(model: nn.Module, out: Path, step: int) -> None:
 
 def write_card(
     out: Path,
+    place: Path,
     model: nn.Module,
     run: Path | None,
     checked: list[tuple[Export, Checked]],
@@ -44,7 +45,10 @@ def write_card(
     name: str | None,
     step: int,
 ) -> None:
-    """`README.md`; with `name`, OWNER/NAME, for readers on the Hub. What lies above a data folder is left out."""
+    """`README.md` of a folder that will lie at `place`; with `name`, OWNER/NAME, for readers on the Hub.
+
+    What lies above a data folder is left out.
+    """
     settings = _settings(run)
     data = _short(str(settings.get("data", "unknown")))
     heads, diffusion = isinstance(model, Classifier | ResNet | UniformNet), isinstance(model, UViT | SiT)
@@ -53,8 +57,9 @@ def write_card(
     front: dict[str, Any] = {"license": license, "library_name": _library(checked), "tags": tags}
     pre = preprocessing_of(model)
     height, width = pre.img_size
+    title = name.split("/")[-1] if name else place.name
     lines = [
-        "---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {(name or out.name).split('/')[-1]}", "",
+        "---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {title}", "",
         f"{_kind(model)}, trained with Residua on `{data}`"
         + (f" for {step:,} steps." if step else "."), "", _shortcuts(model), "",
         f"Images: {height} x {width} px, {pre.in_chans} channels, mean {_round(pre.mean)}, std {_round(pre.std)}, "
@@ -66,8 +71,8 @@ def write_card(
         lines += [f"Largest relative difference from the trained model: {result.largest:.1e} ({images}).", ""]
         lines += [f"{note[0].upper()}{note[1:]}.\n" for note in export.notes]
     fetched = "from huggingface_hub import snapshot_download\n" if name else ""
-    place = f"snapshot_download({name!r})" if name else repr(str(out))
-    lines += ["residua:", "", "```python", f"import residua\n{fetched}model = residua.load({place})"]
+    where = f"snapshot_download({name!r})" if name else repr(str(place))
+    lines += ["residua:", "", "```python", f"import residua\n{fetched}model = residua.load({where})"]
     lines += ['images = model.preprocessing(["photo.jpg"])', "```", ""]
     lines += ["## Scores", "", *_scores(run), ""]
     if settings:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from residua.adapt.encoder import TimmViT
+from residua.adapt.folder import CROP, EACH, FINAL_NORM
 from residua.data import Preprocessing
 from residua.export.clean import Export
 from residua.export.fold import ExportError, Folded, fold_resnet, fold_vit, single_eps_difference
@@ -26,8 +27,6 @@ _POOLS: dict[str, dict[str, Any]] = {
 }
 CLOSE = 1e-5
 """A larger difference through one eps for all norms, and each is told its own."""
-EACH = "layer_norm_eps_of_each"
-"""Where our own reader finds them in `config.json`."""
 _RESAMPLE = {"nearest": 0, "bilinear": 2, "bicubic": 3}  # Pillow's numbers
 
 
@@ -149,9 +148,15 @@ def to_transformers(model: nn.Module, out: Path, images: Tensor, where: str) -> 
     elif not encoder.final_norm:  # a norm that only transformers applies, after what we read
         ones = torch.ones(encoder.embed_dim)
         state |= {"layernorm.weight": ones, "layernorm.bias": torch.zeros_like(ones)}
+        config[FINAL_NORM] = False
     each, notes = _eps_of_norms(encoder, folded, images, config)
     _write(out, state, config)
-    write_processor(out, preprocessing_of(model))
+    pre = preprocessing_of(model)
+    write_processor(out, pre)
+    height, width = pre.img_size
+    if height != width:
+        notes.append(f"transformers' processor stretches whole images to {height} x {width}: without the central crop "
+                     f"of {pre.crop_pct:g} and the aspect ratio that the model was given")  # fmt: skip
     libraries = ("transformers", "torch")
     if head is not None:
         loading = _auto("AutoModelForImageClassification", where) + each
@@ -300,6 +305,7 @@ def write_processor(out: Path, pre: Preprocessing) -> None:
     config: dict[str, Any] = {
         "do_normalize": True, "do_rescale": True, "do_resize": True, "rescale_factor": 1 / 255,
         "image_mean": list(pre.mean), "image_std": list(pre.std), "resample": _RESAMPLE.get(pre.interpolation, 3),
+        CROP: pre.crop_pct,
     }  # fmt: skip
     if height == width:
         config |= {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": round(height / pre.crop_pct)},

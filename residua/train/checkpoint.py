@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,13 @@ from torch import Tensor, nn
 
 from residua.adapt import is_name, open_model
 from residua.adapt.encoder import create_model
+from residua.adapt.folder import EACH, FINAL_NORM, HALVES, IMAGENET_MEAN, IMAGENET_STD, config_of, preprocessing_in
+from residua.adapt.names import why_unreadable
 from residua.data import Preprocessing
 from residua.data.autoencoder import LatentSpace
 from residua.nn import MAE, Classifier, Network
 from residua.nn.diffusion import VP, Flow, make_process, process_config
 from residua.nn.weights import infer_config, load_weights, translate, unwrap
-
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-HALVES = (0.5, 0.5, 0.5)  # pixels to [-1, 1], as diffusion models have them
 
 
 class CheckpointError(ValueError):
@@ -144,7 +144,8 @@ def load(path: str | Path, *, ema: bool = True, weights: str | Path | None = Non
     """A model from a run, a checkpoint, one safetensors file, published weights, or of another library by name.
 
     Published are `mae_pretrain_vit_*.pth`, folders or files of transformers' ViTMAE and ViT, and files of U-ViT and
-    SiT. The model comes in evaluation mode with `model.preprocessing` set, a diffusion model with `model.process` too.
+    SiT. The model comes in evaluation mode with `model.preprocessing` set (ImageNet's, with a warning, for a lone file
+    of weights that does not say), a diffusion model with `model.process` too.
     Where a run kept a moving average it is that, unless `ema=False`. Names are those of `residua.adapt.open_model`:
     `timm:vit_small_patch16_224`, with published weights, a file's, or `weights="random"`.
 
@@ -163,16 +164,15 @@ def load(path: str | Path, *, ema: bool = True, weights: str | Path | None = Non
         load_weights(model, load_file(file), what=str(file))
         _attach(model, described)
     else:
-        state = translate(read_state(file))
-        config = infer_config(state, **_transformers_heads(file.parent))
-        config |= _transformers_sizes(file.parent, config)
+        state, written = translate(read_state(file)), config_of(file.parent)
+        config = infer_config(state, written.get("num_attention_heads"))
+        config |= _beyond_shapes(written, config)
+        if not config.get("final_norm", True):
+            state = {key: value for key, value in state.items() if not key.startswith("encoder.norm.")}
         model = create_model(**config)
         load_weights(model, state, what=str(file))
-        _set_each_eps(model, _transformers_config(file.parent).get("layer_norm_eps_of_each", ()))
-        diffusion = config["name"] in ("uvit", "sit")
-        if config["in_chans"] == 3:
-            mean, std, crop = (HALVES, HALVES, 1.0) if diffusion else (IMAGENET_MEAN, IMAGENET_STD, 0.875)
-            model.preprocessing = Preprocessing(config["img_size"], mean, std, crop_pct=crop)
+        _set_each_eps(model, written.get(EACH, ()))
+        model.preprocessing = _preprocessing(file, config)
         if config["name"] == "uvit" and config["in_chans"] == 3:  # its latent models have a schedule of their own
             model.process = VP()
         if config["name"] == "sit":  # published for time from noise to data, so their velocity points the other way
@@ -223,7 +223,7 @@ def read_state(file: Path) -> dict[str, Tensor]:
         with torch.serialization.safe_globals([argparse.Namespace]):  # the settings that training files keep beside
             content = unwrap(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:
-        raise CheckpointError(f"{file} cannot be read as weights: {error}") from error
+        raise CheckpointError(f"{file} cannot be read as weights: {why_unreadable(error)}") from error
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise CheckpointError(f"{file} holds no state dict of tensors")
     return content
@@ -256,16 +256,6 @@ def _read_description(file: Path) -> dict[str, Any] | None:
     return json.loads(written) if written else None
 
 
-def _transformers_config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    return json.loads(file.read_text()) if file.exists() else {}
-
-
-def _transformers_heads(folder: Path) -> dict[str, int]:
-    config = _transformers_config(folder)
-    return {"num_heads": config["num_attention_heads"]} if "num_attention_heads" in config else {}
-
-
 def _set_each_eps(model: Any, values: Sequence[float]) -> None:
     """Of folded weights that one eps for all norms is not right for."""
     encoder = getattr(model, "encoder", model)
@@ -275,16 +265,32 @@ def _set_each_eps(model: Any, values: Sequence[float]) -> None:
             norm.eps = eps
 
 
-def _transformers_sizes(folder: Path, known: dict[str, Any]) -> dict[str, Any]:
-    """What transformers' config.json knows beyond the shapes."""
-    config = _transformers_config(folder)
-    if not config:
-        return {}
-    sizes: dict[str, Any] = {"norm_eps": config.get("layer_norm_eps", 1e-12)}
-    if known["name"] == "mae_vit":
+def _beyond_shapes(written: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """What config.json knows beyond the shapes: transformers', or one of our exports."""
+    sizes: dict[str, Any] = {}
+    if "layer_norm_eps" in written or "model_type" in written:
+        sizes["norm_eps"] = written.get("layer_norm_eps", 1e-12)
+    if written.get(FINAL_NORM) is False:
+        sizes["final_norm"] = False
+    if written and known["name"] == "mae_vit":
         sizes |= {
-            "decoder_num_heads": config.get("decoder_num_attention_heads", 16),
-            "mask_ratio": config.get("mask_ratio", 0.75),
-            "norm_pix": config.get("norm_pix_loss", False),
+            "decoder_num_heads": written.get("decoder_num_attention_heads", 16),
+            "mask_ratio": written.get("mask_ratio", 0.75),
+            "norm_pix": written.get("norm_pix_loss", False),
         }
     return sizes
+
+
+def _preprocessing(file: Path, config: dict[str, Any]) -> Preprocessing | None:
+    """Of weights that are not ours: as their folder says, or ImageNet's where nothing does."""
+    found = preprocessing_in(file.parent, config["img_size"], config["in_chans"])
+    if found is not None or config["in_chans"] != 3:
+        return found
+    if config["name"] in ("uvit", "sit"):
+        return Preprocessing(config["img_size"], HALVES, HALVES)
+    warnings.warn(
+        f"{file} does not say how images are prepared: taken are ImageNet's mean and std and a central crop of 0.875; "
+        "set model.preprocessing where that is wrong",
+        stacklevel=3,
+    )
+    return Preprocessing(config["img_size"], IMAGENET_MEAN, IMAGENET_STD, crop_pct=0.875)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import residua
-from residua.adapt import blocks_of, shortcuts, tapped
+from residua.adapt import Foreign, blocks_of, shortcuts, tapped
 from residua.adapt.block import ALPHA, Faded, Kind, Part, computed_by, install, refused
 from residua.nn.shortcut import Decay
 
@@ -238,6 +238,44 @@ def test_what_cannot_fade_says_so() -> None:
     block.forward = lambda x: x
     with pytest.raises(ValueError, match="replaced on the instance"):
         install(block, Kind(lambda b: [Part("", lambda x: x)]), torch.ones(1))
+
+
+def test_a_refused_model_is_left_whole(images: Tensor) -> None:
+    model = vit()
+    before = model(images)
+    model.blocks[1].forward = model.blocks[1].forward
+    with pytest.raises(ValueError, match="replaced on the instance"):
+        residua.fade(model, alpha_min=0.5)
+    assert not any(isinstance(module, Faded) for module in model.modules())
+    assert torch.equal(model(images), before)
+
+
+def test_a_stream_leaves_running_statistics_alone() -> None:
+    """In training too, where the steps are those of the model in training."""
+    model = timm.create_model("test_resnet").train()
+    residua.fade(model, alpha_min=0.5)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    images = torch.randn(4, 3, 32, 32)
+    steps = residua.stream(model, images)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert float(steps[-1].alpha.detach()) == 0.5
+    shortcuts(model).set_strength(0.0)
+    assert float(steps[-1].alpha.detach()) == 1.0  # the model's own alphas, not copies
+    steps[0](steps[0].input).sum().backward()
+    model.eval()
+    assert residua.stream(model, images)[0].input is not None
+
+
+def test_what_identifies_a_model_tells_branch_scales_apart() -> None:
+    from residua.data import Preprocessing
+
+    model: Any = vit()
+    model.preprocessing = Preprocessing((32, 32), (0.5,) * 3, (0.5,) * 3)
+    plain = Foreign(model).config
+    assert Foreign(residua.fade(model, alpha_min=1.0)).config == plain
+    scaled = Foreign(residua.fade(model, control="branch")).config
+    assert scaled != plain
+    assert Foreign(residua.unfade(model)).config == plain
 
 
 def test_blocks_know_where_they_live() -> None:

@@ -140,3 +140,19 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "import_module", missing)
     with pytest.raises(ValueError, match=r"needs transformers, which is not here: pip install 'residua\[adapt\]'"):
         open_model("transformers:x/y")
+
+
+def test_a_repository_of_the_hub_names_its_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """timm passes on nothing of a config.json but what it knows itself."""
+    asked: list[Any] = []
+
+    def download(repository: str, file: str, revision: str | None = None) -> str:
+        asked.append((repository, file, revision))
+        return str(tmp_path / file)
+
+    (tmp_path / "config.json").write_text('{"layer_norm_eps": 1e-9}')
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr(timm, "create_model", lambda name, make=timm.create_model, **_: make("test_vit"))
+    model: Any = open_model("timm:hf-hub:me/mine@v2")
+    assert asked == [("me/mine", "config.json", "v2")]
+    assert {m.eps for m in model.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-9}

@@ -329,6 +329,55 @@ def test_a_bound_stream_walks_the_model(name: str) -> None:
         torch.testing.assert_close(bound[-1](bound[-1].input), calls[-1][4])
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+@torch.no_grad()
+def test_a_bound_stream_keeps_no_keys_and_values(name: str) -> None:
+    """The model makes a cache unless told not to; a step that added to it would see its tokens twice."""
+    model, ids = build(name), torch.randint(0, 64, (2, 7))
+    given = model(ids, output_hidden_states=True).hidden_states
+    steps = residua.stream(model, ids)
+    for x, step in zip(given, steps[::2]):
+        assert step.input is not None
+        torch.testing.assert_close(step.input, x)
+    x = steps[1].input
+    torch.testing.assert_close(steps[0](steps[0].input), x)  # as often as one likes
+    torch.testing.assert_close(steps[0](steps[0].input), x)
+
+
+def staged(name: str) -> nn.Module:
+    if name == "convnext":
+        config = transformers.ConvNextConfig(depths=[1, 1, 2, 1], hidden_sizes=[8, 16, 24, 32], image_size=32)
+        model = transformers.ConvNextModel(config)
+    else:  # one of whose modules is called with nothing
+        sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 12, "depths": [2, 2], "num_heads": [1, 2]}
+        model = transformers.SwinModel(transformers.SwinConfig(**sizes, window_size=4))
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["convnext", "swin"])
+@torch.no_grad()
+def test_a_model_in_stages_fades_again_and_is_read(name: str) -> None:
+    model, x = staged(name), torch.randn(2, 3, 32, 32)
+    before = model(x).last_hidden_state
+    residua.fade(model, 1.0, example=x)
+    torch.testing.assert_close(model(x).last_hidden_state, before)
+    blocks = [at.name for at in adapt.blocks_of(model)]
+    residua.fade(model, 0.5, example=x)
+    halved = model(x).last_hidden_state
+    residua.fade(model, 0.8)
+    steps = residua.stream(model)
+    torch.testing.assert_close(steps.alphas, torch.linspace(1, 0.8, len(blocks)))
+    assert [step.name for step in steps] == blocks
+    assert len(residua.stream(model, x)) == len(blocks)
+    residua.fade(model, 0.5)
+    assert torch.equal(model(x).last_hidden_state, halved)
+    assert not torch.allclose(halved, before)
+    residua.unfade(model)
+    assert torch.equal(model(x).last_hidden_state, before)
+
+
 def test_two_towers_are_refused() -> None:
     config = transformers.CLIPConfig(text_config=TEXT, vision_config=VISION)
     model = transformers.CLIPModel(config)

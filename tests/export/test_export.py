@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ import yaml
 from PIL import Image
 
 import residua
+from residua.adapt import encoder_of as encode
 from residua.adapt.encoder import open_encoder
 from residua.cli import main
 from residua.data import Preprocessing
@@ -291,6 +293,48 @@ def test_what_was_exported_comes_back(plain_hub: Any, runs: Any, tmp_path: Path)
     assert whole.decoder.kind == "plain"
 
 
+@pytest.mark.parametrize("target", ["timm", "transformers"])
+def test_a_folder_brings_its_preprocessing(tmp_path: Path, target: str) -> None:
+    """Also the crop, which transformers' processor has rounded to whole pixels."""
+    model: Any = small_vit()
+    model.preprocessing = Preprocessing((16, 16), (0.3, 0.4, 0.5), (0.2, 0.3, 0.25), crop_pct=0.7)
+    export(model, target, tmp_path / "out")
+    by_name = {"timm": "timm:local-dir:", "transformers": "transformers:"}[target]
+    for name in (str(tmp_path / "out"), f"{by_name}{tmp_path / 'out'}"):
+        loaded: Any = residua.load(name)
+        assert loaded.preprocessing == model.preprocessing
+
+
+@pytest.mark.parametrize("name", ["ushape", "timm"])
+@pytest.mark.parametrize("target", ["timm", "transformers"])
+@torch.no_grad()
+def test_an_export_without_final_norm_opens_with_its_norms(runs: Any, tmp_path: Path, name: str, target: str) -> None:
+    """By its library's name and by ours: one eps or each its own (the run around timm), and no norm at the end."""
+    model: Any = residua.load(runs(name))
+    images, _ = real_images(runs(name), model.preprocessing)
+    out = tmp_path / "out"
+    export(runs(name), target, out)
+    assert ("layer_norm_eps_of_each" in json.loads((out / "config.json").read_text())) == (name == "timm")
+    by_name = {"timm": "timm:local-dir:", "transformers": "transformers:"}[target]
+    for place in (str(out), f"{by_name}{out}"):
+        assert apart(model.encoder(images), encode(residua.load(place))(images)) < 1e-5
+
+
+def small_vit(img_size: tuple[int, int] = (16, 16)) -> Any:
+    return residua.create_model(
+        "vit", img_size=img_size, patch_size=8, embed_dim=24, depth=2, num_heads=2, mlp_ratio=2, alpha_min=0.5
+    ).eval()
+
+
+def test_the_stretching_of_transformers_is_said(tmp_path: Path) -> None:
+    model = small_vit((16, 24))
+    model.preprocessing = Preprocessing((16, 24), (0.5,) * 3, (0.5,) * 3, crop_pct=0.9)
+    notes = export(model, "transformers", tmp_path / "out").exports[0][0].notes
+    assert any("stretches whole images to 16 x 24" in note and "0.9" in note for note in notes)
+    loaded: Any = residua.load(f"transformers:{tmp_path / 'out'}")
+    assert loaded.preprocessing == model.preprocessing
+
+
 # ---------------------------------------------------------------- the Hub
 
 
@@ -409,6 +453,48 @@ def test_a_withdrawn_export_leaves_nothing(runs: Any, tmp_path: Path, monkeypatc
     with pytest.raises(ExportError, match="differs"):
         export(runs("plain"), "timm", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ExportError, match="differs"):
+        export(runs("plain"), "timm", tmp_path / "out")
+    assert [*tmp_path.rglob("*")] == [tmp_path / "out"]
+
+
+def test_a_withdrawn_export_keeps_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    export(small_vit(), "timm", out)
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+
+    def wrong(*_: Any) -> Any:
+        raise ExportError("differs")
+
+    monkeypatch.setattr("residua.export.check", wrong)
+    with pytest.raises(ExportError, match="differs"):
+        export(small_vit(), "timm", out, overwrite=True)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    assert [*tmp_path.iterdir()] == [out]
+
+
+def test_overwriting_leaves_nothing_of_another_target(tmp_path: Path) -> None:
+    out, model = tmp_path / "out", small_vit()
+    export(small_vit(), "hub", out)
+    (out / "notes.txt").write_text("mine")
+    (out / "checkpoints" / "step-9").mkdir()
+    (out / "checkpoints" / "step-9" / "mine.pt").write_text("mine")
+    export(model, "transformers", out, overwrite=True)
+    ((written, _),) = export(model, "timm", out, overwrite=True).exports
+    left = sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.is_file())
+    assert left == ["README.md", "checkpoints/step-9/mine.pt", "config.json", "model.safetensors", "notes.txt"]
+    assert written.files == ["model.safetensors", "config.json"]
+    assert f"local-dir:{out}" in written.loading
+    shutil.rmtree(out / "checkpoints")
+    export(model, "hub", out, overwrite=True)
+    export(model, "timm", out, overwrite=True)
+    assert torch.equal(residua.load(out).cls_token, model.cls_token)
+
+
+def test_a_run_is_not_written_over(runs: Any) -> None:
+    with pytest.raises(ExportError, match="is a run"):
+        export(runs("plain"), "hub", runs("plain"), overwrite=True)
 
 
 def test_refusals_at_the_command_line(runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -167,3 +167,41 @@ def test_a_run_starts_another_with_its_own_schedule(model: MAE, tmp_path: Path) 
     assert float(other.encoder.shortcut.alpha[-1]) == pytest.approx(0.9)
     weights = {k: v for k, v in other.state_dict().items() if "alpha" not in k}
     assert all(torch.equal(v, model.state_dict()[k]) for k, v in weights.items())
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return print, ("run",)
+
+
+@pytest.mark.parametrize("read", [residua.load, lambda file: residua.load("timm:test_vit", weights=file)])
+def test_a_file_that_would_run_code_is_refused_in_one_line(tmp_path: Path, read: Any, capsys: Any) -> None:
+    file = tmp_path / "weights.pth"
+    torch.save({"model": {"a": torch.zeros(1), "b": Harmful()}}, file)
+    with pytest.raises(ValueError, match="holds other things than tensors") as caught:
+        read(file)
+    assert "\n" not in str(caught.value)
+    assert "weights_only" not in str(caught.value)
+    assert "run" not in capsys.readouterr().out.split()
+
+
+def test_weights_bring_the_preprocessing_of_their_folder(tmp_path: Path) -> None:
+    """timm's, transformers', and with a warning ImageNet's for a file by itself."""
+    timm = pytest.importorskip("timm")
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=0).eval()
+    file = tmp_path / "model.safetensors"
+    ckpt.save_file(theirs.state_dict(), file)
+    with pytest.warns(UserWarning, match="does not say how images are prepared: taken are ImageNet's"):
+        alone: Any = residua.load(file)
+    assert alone.preprocessing.mean == (0.485, 0.456, 0.406)
+    processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "size": {"shortest_edge": 40}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**processor, "resample": 2}))
+    pre = residua.load(tmp_path).preprocessing
+    assert pre == Preprocessing((32, 32), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), crop_pct=0.8, interpolation="bilinear")
+    part = {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.9, "interpolation": "bicubic"}
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "vit_tiny", "pretrained_cfg": part}))
+    loaded: Any = residua.load(tmp_path)
+    assert loaded.preprocessing == Preprocessing((32, 32), (0.5,) * 3, (0.25,) * 3, crop_pct=0.9)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():  # and timm's eps, which its config.json does not name
+        torch.testing.assert_close(loaded(images), theirs.forward_features(images), rtol=1e-5, atol=1e-5)
