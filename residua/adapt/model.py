@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.nn.shortcut import Decay
+from residua.nn.shortcut import Shortcuts as OwnShortcuts
 from residua.nn.stream import Step, Stream, Tap, residual_part
 from residua.nn.stream import fade as own_fade
 from residua.nn.stream import stream as own_stream
@@ -149,7 +150,8 @@ def stream(model: nn.Module, images: Any = None, *context: Any, **named: Any) ->
     its block was called with: masks, positions, conditioning.
     """
     if is_own(model):
-        return own_stream(model, images, *context)
+        with _buffers_kept(model):
+            return own_stream(model, images, *context)
     if images is None:
         return Stream([step for at in blocks_of(model) for step in steps_of(at.block, at.kind, at.name)])
     located = blocks_of(model, (images, *context))
@@ -174,7 +176,8 @@ def _uncached(model: nn.Module) -> dict[str, Any]:
 @contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
     """While open, modules in training have copies of their buffers: running statistics move in those."""
-    kept = [(module, dict(module._buffers)) for module in model.modules() if module.training]
+    moving = (m for m in model.modules() if m.training and not isinstance(m, OwnShortcuts))
+    kept = [(module, dict(module._buffers)) for module in moving]
     for module, buffers in kept:
         copies = {name: x.clone() for name, x in buffers.items() if x is not None and name != ALPHA}
         module._buffers.update(copies)

@@ -6,9 +6,12 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from .console import console, fail
+from .console import console, fail, note
 
 # Threads that spin while they wait slow each other down a hundredfold where another program wants the cores too.
 # Read when torch is imported, which happens inside the commands.
@@ -46,6 +49,18 @@ COMMANDS = {
 """Command -> the file of this folder that has a function of that name."""
 
 
+def _as_note(show: Callable[..., None]) -> Callable[..., None]:
+    """Warnings of ours as notes, those of others as they are."""
+
+    def told(message: Warning | str, category: type[Warning], filename: str, *where: Any, **more: Any) -> None:
+        if Path(__file__).parents[1] in Path(filename).parents:
+            note(str(message))
+        else:
+            show(message, category, filename, *where, **more)
+
+    return told
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -63,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(f"there is no command {name!r}; did you mean {' or '.join(near)}?")
     try:
         module = importlib.import_module(f"residua.cli.{COMMANDS[name]}")
-        getattr(module, name)(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = _as_note(warnings.showwarning)
+            getattr(module, name)(args)
     except KeyboardInterrupt:
         return fail("interrupted", 130)
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:

@@ -9,7 +9,7 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import console, print_nested, warn_shared
+from .console import console, note, print_nested, warn_shared
 
 
 @dataclass(frozen=True)
@@ -40,5 +40,9 @@ def data(args: list[str]) -> None:
     if o.action == "preview":
         path = data.preview(splits, Path(o.out), n=o.n, img_size=o.img_size, augmented=o.augmented)
         return console.print(f"written: {path}", markup=False)
-    print_nested(data.describe(splits))
+    found = data.describe(splits)
+    print_nested(found)
+    for part in filter(None, (found["train"], found["test"])):
+        if part["unreadable"]:
+            note(f"{part['unreadable']:,} of {part['opened']:,} images opened in {part['split']} cannot be read")
     warn_shared(splits)

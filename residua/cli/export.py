@@ -22,7 +22,7 @@ class ExportOptions:
     out: str | None = None
     """Folder to write; default: export/TARGET in the run."""
     overwrite: bool = False
-    """Write over the files of a folder that is there."""
+    """Replace an earlier export there; other files stay."""
     ema: bool = True
     """Use the moving average of the weights, where the run kept one."""
     license: str = "unknown"

@@ -12,8 +12,8 @@ from residua.data.errors import DataError, did_you_mean
 from residua.data.source import Source, Splits
 
 _WITH_PATH = {"folder": "PATH", "parquet": "PATH", "hf": "NAME", "imagenet": "PATH"}
-_OPTIONS = {
-    "shapes": ("n", "size", "classes", "test"),
+_OPTIONS = {  # beside `classes`, which all have
+    "shapes": ("n", "size", "test"),
     "parquet": ("image", "label"),
     "hf": ("image", "label", "config", "revision"),
     "stl10": ("unlabeled",),

@@ -1,7 +1,8 @@
-"""Encoded images (JPEG, PNG, WebP, TIFF, BMP, `.npy`) to arrays of shape (H, W, C).
+"""Encoded images (JPEG, PNG, WebP, TIFF, BMP, GIF, `.npy`) to arrays of shape (H, W, C).
 
 Arrays are uint8, uint16 or float32. EXIF orientation is applied, palettes are resolved, transparency is laid
-over white. Frames of a multi-page grey TIFF become channels. Floats are taken as they are, never rescaled.
+over white. Frames of a multi-page grey TIFF become channels; of other animations the first frame is taken. Floats
+are taken as they are, never rescaled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from PIL import Image, ImageOps
 
 from residua.data.errors import BadImage
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".npy"})
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif", ".npy"})
 _FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF")
 _GREY = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N", "F"})
 _SCALE = {"uint8": 255.0, "uint16": 65535.0, "float32": 1.0}
@@ -64,8 +65,8 @@ def header(data: bytes | Path, where: str) -> Header:
     try:
         if isinstance(data, Path) and data.suffix.lower() == ".npy":
             array = np.load(data, mmap_mode="r", allow_pickle=False)
-            shape = array.shape if array.ndim == 3 else (*array.shape, 1)
-            height, width, channels = shape
+            _check_shape(array.shape)
+            height, width, channels = (*array.shape, 1)[:3]
             return Header(height, width, channels, str(_array_dtype(array.dtype)))
         with _open(data) as image:
             return _pil_header(image)
@@ -104,8 +105,7 @@ def from_pil(image: Image.Image, target: int | None = None) -> np.ndarray:
 
 def from_array(array: np.ndarray, target: int | None = None) -> np.ndarray:
     """A bare (H, W) or (H, W, C) array as uint8, uint16 or float32 (H, W, C)."""
-    if array.ndim not in (2, 3) or 0 in array.shape:
-        raise ValueError(f"array of shape {array.shape}, expected (H, W) or (H, W, C)")
+    _check_shape(array.shape)
     dtype = _array_dtype(array.dtype)
     array = array.astype(np.uint8) * 255 if array.dtype == bool else np.asarray(array, dtype)
     if dtype == np.float32 and not np.isfinite(array).all():
@@ -174,7 +174,10 @@ def _pixels(image: Image.Image) -> np.ndarray:
     if image.mode == "F":
         return from_array(np.asarray(image))
     if image.mode.startswith("I"):
-        return _with_channels(np.clip(np.asarray(image), 0, 65535).astype(np.uint16))
+        array = np.asarray(image)
+        if array.min() < 0 or array.max() > 65535:
+            raise ValueError(f"values from {array.min()} to {array.max()}, expected 0 to 65535 or floats")
+        return _with_channels(array.astype(np.uint16))
     return np.asarray(image.convert("RGB"))
 
 
@@ -187,6 +190,11 @@ def _over_white(image: Image.Image) -> Image.Image:
 
 def _with_channels(array: np.ndarray) -> np.ndarray:
     return array[:, :, None] if array.ndim == 2 else array
+
+
+def _check_shape(shape: tuple[int, ...]) -> None:
+    if len(shape) not in (2, 3) or 0 in shape:
+        raise ValueError(f"array of shape {shape}, expected (H, W) or (H, W, C)")
 
 
 def _array_dtype(dtype: np.dtype) -> np.dtype:

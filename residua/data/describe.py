@@ -29,12 +29,15 @@ def describe(splits: Splits) -> dict[str, Any]:
 def _describe_split(source: Source) -> dict[str, Any]:
     sizes = source.sizes()
     per_class = None
+    unreadable, opened = source.unreadable()
     if source.labels is not None and source.classes is not None:
         counts = np.bincount(source.labels, minlength=len(source.classes))
         per_class = dict(zip(source.classes, counts.tolist()))
     return {
         "split": source.split,
         "count": len(source),
+        "opened": opened,
+        "unreadable": unreadable,
         "typical_size": list(source.typical_size()),
         "smallest": sizes.min(axis=0).tolist(),
         "largest": sizes.max(axis=0).tolist(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable
 
 
@@ -19,6 +20,15 @@ class BadImage(DataError):
 
     def __reduce__(self) -> tuple[type[BadImage], tuple[str, str]]:
         return BadImage, (self.where, str(self.why))
+
+
+class DataWarning(UserWarning):
+    """Data that is read otherwise than its owner may expect."""
+
+
+def tell(text: str) -> None:
+    """Warn of such data, in one line; `residua data info` prints it as a note."""
+    warnings.warn(text, DataWarning, stacklevel=3)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -36,9 +36,8 @@ class Feed:
     `workers` persistent processes decode them. Either way an image much larger than `img_size` is shrunk
     when decoded: to at most twice `img_size` on its shorter and three times on its longer side.
 
-    `on_bad_image="skip"`: a resident feed leaves unreadable images out (`source` is then the reduced
-    source); a streaming one puts the next readable image in their place. `skipped` counts them;
-    `wait_seconds` is the time the consumer spent waiting for data.
+    `on_bad_image="skip"` puts the next readable image, with its own number, in the place of an unreadable one.
+    `skipped` counts these; `wait_seconds` is the time the consumer spent waiting for data.
     """
 
     def __init__(
@@ -67,6 +66,8 @@ class Feed:
         self._loader: DataLoader[Any] | None = None
         self._pixels: Tensor | None = None
         self._sizes: Tensor | None = None
+        self._stored: tuple[Tensor, Tensor] | None = None
+        """Where some images are unreadable: for every number the row of the image used, for every row its number."""
         self.full = False
         """Whether every image fills the canvas; known of a resident feed."""
         self.resident = self._fits(resident)
@@ -93,11 +94,16 @@ class Feed:
         """The images of these numbers (B,), from a resident feed."""
         if self._pixels is None or self._sizes is None:
             raise RuntimeError("this feed is closed" if self.resident else "this feed streams: iterate over it")
-        return Batch(self._pixels[index], self._sizes[index], index)
+        row = index
+        if self._stored is not None:
+            rows, numbers = self._stored
+            row = rows[index]
+            index = numbers[row]
+        return Batch(self._pixels[row], self._sizes[row], index)
 
     def close(self) -> None:
         """End the workers and let go of the images."""
-        self._loader = self._pixels = self._sizes = None
+        self._loader = self._pixels = self._sizes = self._stored = None
 
     def _iterate_resident(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
         for index in index_batches:
@@ -168,7 +174,9 @@ class Feed:
         if filled == 0:
             raise DataError(f"{self.source.name}: none of its {count} images can be read")
         if self._bad:
-            self.source = self.source.subset(i for i in range(count) if i not in self._bad)
+            numbers = torch.tensor([i for i in range(count) if i not in self._bad])
+            rows = torch.searchsorted(numbers, torch.arange(count)) % filled  # after the last comes the first
+            self._stored = rows.to(self.device), numbers.to(self.device)
         self._pixels, self._sizes = pixels[:filled], sizes[:filled]
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter
+import re
+from collections import Counter, deque
 from pathlib import Path
 
 import numpy as np
 
 from residua.data.decode import SUFFIXES
-from residua.data.errors import DataError
+from residua.data.errors import DataError, tell
 from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
 
 TEST_NAMES = ("test", "val", "valid", "validation")
@@ -41,26 +42,30 @@ class FolderSource(EncodedSource):
         return self.files[i]
 
     def weights(self) -> np.ndarray:
-        return np.array([self.encoded(i).stat().st_size for i in range(len(self))], np.int64)
+        return np.array([self._status(i).st_size for i in range(len(self))], np.int64)
 
     def fingerprint(self) -> str:
-        stats = [self.encoded(i).stat() for i in range(len(self))]
+        stats = [self._status(i) for i in range(len(self))]
         stamps = np.array([(s.st_size, s.st_mtime_ns) for s in stats], np.int64)
         return fingerprint_of(self.files, stamps, self.labels if self.labels is not None else "none")
+
+    def _status(self, i: int) -> os.stat_result:
+        path = self.encoded(i)
+        return path.stat() if path.exists() else path.lstat()  # a link that leads nowhere is an unreadable image
 
 
 def load_folder(path: str) -> Splits:
     """`PATH/train` with `PATH/test|val|valid|validation`, or class folders, or any tree of images.
 
-    Folders are classes when every image lies directly in one of at least two of them. A tenth of each class
-    becomes the test split where none is given.
+    Folders are classes when every image lies directly in one of at least two of them; so is `train` if it holds
+    images itself beside other such folders. A tenth of each class becomes the test split where none is given.
     """
     base = Path(path).expanduser()
     if not base.is_dir():
         what = "is a file, not a folder" if base.exists() else "does not exist"
         raise DataError(f"folder:{path}: {base} {what}; give the folder that holds the images")
     name = base.resolve().name
-    if (base / "train").is_dir():
+    if (base / "train").is_dir() and not _train_is_class(base):
         return _load_presplit(base, name)
     files = list_images(base)
     if not files:
@@ -69,16 +74,31 @@ def load_folder(path: str) -> Splits:
 
 
 def list_images(root: Path) -> list[str]:
-    """Relative paths (with `/`) of all images below `root`, sorted, without hidden ones."""
-    found = []
-    for folder, subfolders, names in os.walk(root, followlinks=True):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        relative = Path(folder).relative_to(root).as_posix()
-        start = "" if relative == "." else relative + "/"
-        found += [
-            start + name for name in names if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
-        ]
+    """Relative paths (with `/`) of all images below `root`, sorted, without hidden ones.
+
+    Links to folders are followed, but no folder is entered twice.
+    """
+    found: list[str] = []
+    seen: set[tuple[int, int]] = set()
+    waiting = deque([str(root)])  # the root, then links, which so never stand in for a folder's own path
+    while waiting:
+        for folder, subfolders, names in os.walk(waiting.popleft()):
+            status = os.stat(folder)
+            if (status.st_dev, status.st_ino) in seen:
+                subfolders.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            paths = (os.path.join(folder, name) for name in subfolders)
+            waiting += [path for path in paths if os.path.islink(path)]
+            relative = Path(folder).relative_to(root).as_posix()
+            start = "" if relative == "." else relative + "/"
+            found += [start + name for name in names if _is_image(name)]
     return sorted(found)
+
+
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
 
 
 def class_names(files: list[str]) -> list[str] | None:
@@ -91,12 +111,30 @@ def _in_class_folders(files: list[str]) -> bool:
     return all(file.count("/") == 1 for file in files)
 
 
+def _train_is_class(base: Path) -> bool:
+    """Whether `train` is one class of several: images lie in it and in a sibling that names no split (nor `test2`)."""
+    holding = [name for name in _subfolders(base) if any(_is_image(file) for file in os.listdir(base / name))]
+    words = [re.split(r"[^a-z]", name.lower())[0] for name in holding]
+    return "train" in holding and any(word not in ("train", *TEST_NAMES) for word in words)
+
+
+def _subfolders(base: Path) -> list[str]:
+    """Names of the visible folders in `base` that can be entered."""
+    names = (path.name for path in base.iterdir() if path.is_dir() and os.access(path, os.R_OK | os.X_OK))
+    return sorted(name for name in names if not name.startswith("."))
+
+
 def _load_presplit(base: Path, name: str) -> Splits:
     files = list_images(base / "train")
     if not files:
         raise DataError(f"folder:{base}: no images in {base / 'train'}; looked for {', '.join(sorted(SUFFIXES))}")
     candidates = [(part, list_images(base / part)) for part in TEST_NAMES if (base / part).is_dir()]
     candidates = [(part, found) for part, found in candidates if found]
+    others = [part for part in _subfolders(base) if part not in ("train", *TEST_NAMES) and list_images(base / part)]
+    if others:
+        tell(
+            f"folder:{base}: the images in {', '.join(others)} are not used; only those in train and a test folder are"
+        )
     if not candidates:
         return _split(name, base, files, "train/")
     classes = class_names(files)
@@ -105,6 +143,8 @@ def _load_presplit(base: Path, name: str) -> Splits:
         candidates.sort(key=lambda candidate: not _in_class_folders(candidate[1]))
     part, found = candidates[0]
     known = classes if _in_class_folders(found) else None
+    _tell_unlabelled(base, "train/", files)
+    _tell_unlabelled(base, f"{part}/", found)
     return Splits(name, train, _source(name, part, base, found, f"{part}/", known, like=train))
 
 
@@ -112,11 +152,24 @@ def _split(name: str, base: Path, files: list[str], prefix: str) -> Splits:
     """Hold out a part of labelled images; without labels there is nothing to test."""
     classes = class_names(files)
     held_out = _hold_out(files) if classes else set()
+    _tell_unlabelled(base, prefix, files)
     kept = [file for file in files if file not in held_out]
     train = _source(name, "train", base, kept, prefix, classes)
     if not held_out:
         return Splits(name, train)
     return Splits(name, train, _source(name, "test", base, sorted(held_out), prefix, classes, like=train))
+
+
+def _tell_unlabelled(base: Path, prefix: str, files: list[str]) -> None:
+    """Say what keeps folders that look like classes from being classes."""
+    folders = {file.split("/")[0] for file in files if file.count("/") == 1}
+    outside = [file for file in files if file.count("/") != 1]
+    if len(folders) >= 2 and outside:
+        more = f" and {len(outside) - 1:,} more do" if len(outside) > 1 else " does"
+        tell(
+            f"folder:{base}: {len(folders)} folders look like classes but give no labels, because "
+            f"{prefix}{outside[0]}{more} not lie directly in such a folder"
+        )
 
 
 def _source(

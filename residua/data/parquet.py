@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from residua.data.arrays import cache_dir
-from residua.data.errors import DataError, did_you_mean
+from residua.data.errors import DataError, did_you_mean, tell
 from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
 
 _SPLIT_WORDS = {
@@ -29,6 +29,7 @@ _SPLIT_WORDS = {
     "dev": "valid",
 }
 _LABEL_NAMES = ("label", "fine_label", "labels")
+_MOST_CLASSES = 100_000  # without names; more only where there are as many images
 _SPILL_SHARE = 0.25  # of the machine's memory; larger sets are mapped from a file instead
 
 
@@ -165,18 +166,29 @@ def _load_groups(name: str, groups: dict[str, list[Path]], image: str | None, la
     if "train" not in groups:
         raise DataError(f"{name}: no training files among {', '.join(sorted(groups))}; name them train-*.parquet")
     image, label, classes = _columns(name, groups["train"][0], image, label)
-    labels, classes = _labels(name, groups["train"], label, classes)
+    labels, classes, why = _labels(name, groups["train"], label, classes)
+    _tell_unlabelled(name, "train", why)
     train = ParquetSource(name, "train", groups["train"], image=image, classes=classes, labels=labels)
     fallback: Source | None = None
+    reason: str | None = None
     for split in ("test", "valid"):
         if split not in groups:
             continue
-        test_labels, _ = _labels(name, groups[split], label, classes)
+        test_labels, _, why = _labels(name, groups[split], label, classes)
         test = ParquetSource(name, split, groups[split], image=image, classes=classes, labels=test_labels, like=train)
         if test_labels is not None or labels is None:
+            _tell_unlabelled(name, split, why)
             return Splits(name, train, test)
-        fallback = fallback or test  # a test split without labels is used only if there is no better
+        if fallback is None:  # a test split without labels is used only if there is no better
+            fallback, reason = test, why
+    if fallback is not None:
+        _tell_unlabelled(name, fallback.split, reason)
     return Splits(name, train, fallback)
+
+
+def _tell_unlabelled(name: str, split: str, why: str | None) -> None:
+    if why is not None:
+        tell(f"{name}: the {split} split has no labels, because {why}")
 
 
 def _columns(name: str, file: Path, image: str | None, label: str | None) -> tuple[str, str | None, list[str] | None]:
@@ -197,39 +209,78 @@ def _columns(name: str, file: Path, image: str | None, label: str | None) -> tup
         image = found[0]
     if label is None:
         declared = [key for key, value in features.items() if _type(value) == "ClassLabel" and key in schema.names]
-        integers = [field.name for field in schema if pa.types.is_integer(field.type)]
-        choices = [key for key in _LABEL_NAMES if key in declared] + declared
-        choices += [key for key in _LABEL_NAMES if key in integers]
+        named = [key for key in _LABEL_NAMES if key in schema.names]
+        usable = [key for key in named if _tells_classes(schema.field(key).type)]
+        choices = [key for key in named if key in declared] + declared + usable
         label = choices[0] if choices else None
+        if label is None and named:
+            kind = schema.field(named[0]).type
+            tell(f"{name}: no labels, because column {named[0]!r} holds {kind}, expected class numbers or names")
     classes = features.get(label, {}).get("names") if label and isinstance(features.get(label), dict) else None
     return image, label, list(classes) if classes else None
 
 
 def _labels(
     name: str, files: list[Path], label: str | None, classes: list[str] | None
-) -> tuple[np.ndarray | None, list[str] | None]:
+) -> tuple[np.ndarray | None, list[str] | None, str | None]:
+    """Class numbers, class names and, where there is a column of labels that cannot be used, why."""
     if label is None:
-        return None, None
-    values = np.concatenate([pq.read_table(file, columns=[label])[label].to_numpy() for file in files])
-    if values.dtype.kind in "OUS":
-        words = values.astype(str)
-        classes = sorted(set(words)) if classes is None else classes
-        number = {word: k for k, word in enumerate(classes)}
-        unknown = sorted(set(words) - set(number))
-        if unknown:
-            raise DataError(f"{name}: {label} {unknown[0]!r} does not occur in the training set")
-        return np.array([number[word] for word in words], np.int64), classes
-    if values.dtype.kind not in "iu":
+        return None, None, None
+    if any(label not in _schema(file).names for file in files):
+        return None, classes, f"its files lack the column {label!r}"
+    columns = [_label_column(name, file, label) for file in files]
+    count, missing = sum(map(len, columns)), sum(column.null_count for column in columns)
+    if missing:
+        return None, classes, f"{missing:,} of its {count:,} labels are missing"
+    values = np.concatenate([column.to_numpy() for column in columns])
+    if values.dtype.kind == "O":
+        return *_numbered(name, label, values.astype(str).tolist(), classes), None
+    if values.dtype == bool:
+        values, classes = values.astype(np.int64), classes or ["False", "True"]
+    if count == 0:
+        return None, classes, None
+    unknown = int((values < 0).sum())
+    if unknown:
+        return None, classes, f"{unknown:,} of its {count:,} labels are negative, which marks unknown ones"
+    top = int(values.max())
+    if classes is None and top >= max(_MOST_CLASSES, count):
         raise DataError(
-            f"{name}: column {label!r} holds {values.dtype}, expected class numbers; choose with ?label=NAME"
+            f"{name}: {label} {top} would make {top + 1:,} classes of {count:,} images; expected numbers from 0 on, "
+            "choose another column with ?label=NAME"
         )
-    if len(values) == 0 or values.min() < 0:  # -1 marks "unknown"
-        return None, classes
     if classes is None:
-        classes = [str(k) for k in range(int(values.max()) + 1)]
-    if values.max() >= len(classes):
-        raise DataError(f"{name}: {label} {values.max()} where there are {len(classes)} classes")
-    return values.astype(np.int64), classes
+        classes = [str(k) for k in range(top + 1)]
+    if top >= len(classes):
+        raise DataError(f"{name}: {label} {top} where there are {len(classes)} classes")
+    return values.astype(np.int64), classes, None
+
+
+def _label_column(name: str, file: Path, label: str) -> pa.ChunkedArray:
+    """The column as numbers, booleans or words."""
+    column = pq.read_table(file, columns=[label])[label]
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if not (_tells_classes(column.type) or pa.types.is_binary(column.type)):
+        raise DataError(
+            f"{name}: column {label!r} holds {column.type}, expected class numbers or names; choose with ?label=NAME"
+        )
+    return column
+
+
+def _numbered(name: str, label: str, words: list[str], classes: list[str] | None) -> tuple[np.ndarray, list[str]]:
+    """Words as numbers of classes, which they make themselves unless given."""
+    classes = sorted(set(words)) if classes is None else classes
+    number = {word: k for k, word in enumerate(classes)}
+    unknown = sorted(set(words) - set(number))
+    if unknown:
+        raise DataError(f"{name}: {label} {unknown[0]!r} does not occur in the training set")
+    return np.array([number[word] for word in words], np.int64), classes
+
+
+def _tells_classes(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    is_word = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return is_word or pa.types.is_integer(kind) or pa.types.is_boolean(kind)
 
 
 def _type(feature: object) -> str | None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from residua.data import decode
-from residua.data.errors import BadImage, DataError
+from residua.data.errors import BadImage, DataError, tell
 
 Stats = tuple[tuple[float, ...], tuple[float, ...]]
 T = TypeVar("T")
@@ -107,6 +107,19 @@ class Source(ABC):
         """Median (height, width)."""
         height, width = np.median(self.sizes(), axis=0)
         return int(height), int(width)
+
+    def unreadable(self) -> tuple[int, int]:
+        """How many images of an even sample cannot be read, and how many the sample has."""
+
+        def fails(i: int) -> bool:
+            try:
+                self.read(i, target=256)
+            except BadImage:
+                return True
+            return False
+
+        sample = evenly(len(self), _PROBED)
+        return sum(threaded(fails, sample)), len(sample)
 
     def subset(self, indices: Iterable[int] | np.ndarray) -> Source:
         """The images with these numbers, in this order."""
@@ -230,7 +243,10 @@ class EncodedSource(Source):
 
     def digest(self, i: int) -> bytes:
         data = self.encoded(i)
-        data = data.read_bytes() if isinstance(data, Path) else data
+        try:
+            data = data.read_bytes() if isinstance(data, Path) else data
+        except OSError as error:
+            raise BadImage(self.identify(i), error) from error
         return hashlib.blake2b(data, digest_size=16).digest()
 
     def _probe(self) -> tuple[int, np.dtype]:
@@ -251,6 +267,9 @@ class EncodedSource(Source):
         if len(channels) > 1 and set(channels) != {1, 3}:
             example = ", ".join(f"{where} has {count}" for count, where in sorted(channels.items()))
             raise DataError(f"images differ in their number of channels: {example}; keep one kind per data set")
+        flat = next((where for head, where in heads.items() if head.height in (1, 3, 4) and head.channels > 4), None)
+        if flat is not None:
+            tell(f"{flat} is read as an image of {max(channels)} channels: channels first? arrays must be (H, W, C)")
         dtypes = {head.dtype for head in heads}
         dtype = next(name for name in ("float32", "uint16", "uint8") if name in dtypes)
         return max(channels), np.dtype(dtype)

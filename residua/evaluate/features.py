@@ -15,7 +15,6 @@ from residua.adapt import encoder_of, is_own
 from residua.adapt.foreign import preprocessing_of as preprocessing_of_foreign
 from residua.data import DataError, Feed, Preprocessing, Source, Splits, load
 from residua.data.feed import OnBadImage
-from residua.data.source import Subset
 from residua.nn.vit import patch_grid
 
 from .cache import Entry, FeatureCache, Writer, weights_hash
@@ -260,13 +259,12 @@ def _compute(
     try:
         if not entries:
             index, features = collect_all(feed, reader, view)
-            return _in_source(feed, source, index), features
+            return index, features
         with _Shelf({name: entries[name] for name in parts}, len(feed)) as shelf:
             if world()[1] == 1:
-                index = _in_source(feed, source, pass_over(feed, reader, view, shelf))
+                index = pass_over(feed, reader, view, shelf)
                 return index, shelf.finish(index, parts, view.views)
             index, features = collect_all(feed, reader, view)
-            index = _in_source(feed, source, index)
             if is_main():
                 shelf.add(features)
                 shelf.finish(index, parts, view.views)
@@ -317,14 +315,6 @@ class _Shelf:
             stored = writer.finish(index)
             found |= {(name, column): stored[column][: 1 + views] for column in parts[name]}
         return found
-
-
-def _in_source(feed: Feed, source: Source, index: Tensor) -> Tensor:
-    """Numbers in the source, where the feed left unreadable images out and counts without them."""
-    if feed.source is source:
-        return index
-    assert isinstance(feed.source, Subset)
-    return torch.from_numpy(feed.source.indices)[index]
 
 
 def describe(source: Source, index: Tensor, features: Mapping[Column, Tensor]) -> FeatureSet:

@@ -16,7 +16,6 @@ from residua.adapt import untrained as untrained_model
 from residua.adapt.encoder import create_model
 from residua.data import Feed, Source, Splits, load
 from residua.data.feed import OnBadImage
-from residua.data.source import Subset
 from residua.nn import ViT
 
 from .distributed import is_main
@@ -299,7 +298,8 @@ def _probe_online(
     assert source is not None
     feed = open_with(source)
     feeds = [feed, open_with(other) if other is not None and other.labels is not None else feed]
-    rows = [_positions(feed, part) for feed, part in zip(feeds, (train, test))]
+    rows = [part.index for part in (train, test) if part.index is not None]
+    assert len(rows) == 2
     recipe = resolve_recipe("mae", len(train), **options)
     try:
         found = probe_online(sound, feeds, rows, view, recipe, progress=progress if is_main() else None)
@@ -307,14 +307,6 @@ def _probe_online(
         for feed in feeds:
             feed.close()
     return {name: found.get(name) for name in readers}
-
-
-def _positions(feed: Feed, features: FeatureSet) -> Tensor:
-    """Where a feed has the images of some features; it may count without unreadable ones."""
-    assert features.index is not None
-    if isinstance(feed.source, Subset) and feed.skipped:
-        return torch.searchsorted(torch.from_numpy(feed.source.indices), features.index)
-    return features.index
 
 
 def _collapsed(features: FeatureSet) -> list[tuple[str, int]]:

@@ -120,7 +120,7 @@ class Classification(Session[Finetune, Any]):
     """A classifier about to be trained; its model is a `Classifier`, a `ResNet` or a `UniformNet`."""
 
     def objective(self) -> Objective:
-        labels = torch.from_numpy(self.feed.source.labels).to(self.accelerator.device)  # without unreadable images
+        labels = torch.from_numpy(self.feed.source.labels).to(self.accelerator.device)
         c = self.config
         return Labelling(
             c.regular, c.data, self.preprocessing, labels, self.model.num_classes, shortcut_of(self.model), c.optim.seed

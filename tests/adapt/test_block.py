@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -250,9 +251,11 @@ def test_a_refused_model_is_left_whole(images: Tensor) -> None:
     assert torch.equal(model(images), before)
 
 
-def test_a_stream_leaves_running_statistics_alone() -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_a_stream_leaves_running_statistics_alone(own: bool) -> None:
     """In training too, where the steps are those of the model in training."""
-    model = timm.create_model("test_resnet").train()
+    make = partial(residua.create_model, "resnet18", num_classes=3, width=8, img_size=32) if own else None
+    model = (make() if make else timm.create_model("test_resnet")).train()
     residua.fade(model, alpha_min=0.5)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     images = torch.randn(4, 3, 32, 32)

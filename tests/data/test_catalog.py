@@ -15,6 +15,7 @@ from residua.data import DataError, load
         ("hf:", "write hf:NAME"),
         ("digits:here", "takes no path"),
         ("shapes?sise=3", "did you mean 'size'"),
+        ("shapes?clases=3", "did you mean 'classes'?"),
         ("shapes?n=many", "expected a whole number"),
         ("digits?n=3", "unknown option 'n'; known: classes"),
     ],

@@ -41,6 +41,21 @@ def test_sixteen_bits_are_kept(format):
     assert np.array_equal(found[..., 0], GREY16)
 
 
+def test_the_first_frame_of_a_gif():
+    frames = [Image.fromarray(COLOUR // (k + 1)).quantize(64) for k in range(3)]
+    data = saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert decode.header(data, "x") == (12, 20, 3, "uint8")
+    assert np.array_equal(decode.decode(data, "x"), np.asarray(frames[0].convert("RGB")))
+
+
+def test_integers_beyond_sixteen_bits_are_refused():
+    within = np.arange(0, 65536, 273, dtype=np.int32).reshape(1, -1)
+    assert np.array_equal(decode.decode(saved(Image.fromarray(within), "TIFF"), "x")[..., 0], within)
+    for beyond, said in ((within * 6, "0 to 393120"), (within - 1, "-1 to")):
+        with pytest.raises(BadImage, match=f"values from {said}.*expected 0 to 65535"):
+            decode.decode(saved(Image.fromarray(beyond), "TIFF"), "x")
+
+
 def test_pages_of_a_grey_tiff_are_channels():
     pages = [Image.fromarray(COLOUR[..., 0] // (k + 1)) for k in range(5)]
     data = saved(pages[0], "TIFF", save_all=True, append_images=pages[1:])
@@ -93,6 +108,14 @@ def test_unusable_npy_names_the_file(tmp_path: Path, array):
     np.save(tmp_path / "odd.npy", array, allow_pickle=True)
     with pytest.raises(BadImage, match=r"odd\.npy"):
         decode.decode(tmp_path / "odd.npy", str(tmp_path / "odd.npy"))
+
+
+@pytest.mark.parametrize("shape", [(9,), (2, 3, 4, 5), (0, 4)])
+def test_header_of_an_array_that_is_no_image(tmp_path: Path, shape):
+    np.save(tmp_path / "odd.npy", np.ones(shape, np.uint8))
+    for look in (decode.header, decode.decode):
+        with pytest.raises(BadImage, match=r"expected \(H, W\) or \(H, W, C\)"):
+            look(tmp_path / "odd.npy", "odd.npy")
 
 
 @pytest.mark.parametrize("keep", [0, 10, 0.6])

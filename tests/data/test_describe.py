@@ -1,8 +1,11 @@
 import json
 
 import numpy as np
+import pytest
 
+from residua import cli
 from residua.data import describe, load
+from residua.data.errors import DataWarning
 
 
 def test_figures_of_digits():
@@ -25,3 +28,21 @@ def test_without_labels_or_test(tmp_path):
     assert found["classes"] is None
     assert found["train"]["smallest"] == [8, 7]
     assert found["train"]["largest"] == [12, 9]
+
+
+def test_unreadable_images_and_notes_are_told(tmp_path, capsys):
+    for k in range(8):
+        (tmp_path / "ab"[k % 2]).mkdir(exist_ok=True)
+        np.save(tmp_path / "ab"[k % 2] / f"{k}.npy", np.full((8, 8), k, np.float32))
+    assert describe(load(f"folder:{tmp_path}"))["train"]["unreadable"] == 0
+    (tmp_path / "cover.png").write_bytes(b"no image")
+    np.save(tmp_path / "a" / "nan.npy", np.full((8, 8), np.nan))  # its header is in order
+    with pytest.warns(DataWarning, match=r"cover\.png"):
+        splits = load(f"folder:{tmp_path}")
+    found = describe(splits)["train"]
+    assert (found["count"], found["opened"], found["unreadable"]) == (10, 10, 2)
+    assert cli.main(["data", "info", f"folder:{tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("2 of 10 images opened in train cannot be read") == 1
+    assert out.count("note     folder:") == 1
+    assert "cover.png" in out

@@ -1,3 +1,4 @@
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -5,6 +6,8 @@ import pytest
 from PIL import Image
 
 from residua.data import BadImage, DataError, count_shared, load
+from residua.data.errors import DataWarning
+from residua.data.folder import list_images
 
 RNG = np.random.default_rng(0)
 
@@ -60,7 +63,9 @@ def test_unlabelled_test_folder_gives_way_to_a_labelled_one(tmp_path):
 def test_anything_else_is_unlabelled(tmp_path, files):
     for file in files:
         put(tmp_path / file)
-    splits = load(f"folder:{tmp_path}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataWarning)
+        splits = load(f"folder:{tmp_path}")
     assert splits.train.labels is None
     assert splits.test is None
     assert [splits.train.identify(i) for i in range(len(files))] == sorted(files)
@@ -160,3 +165,88 @@ def test_train_folder_alone_is_split_too(tmp_path):
     splits = load(f"folder:{tmp_path}")
     assert (len(splits.train), len(splits.test)) == (8, 2)
     assert splits.test.identify(0).startswith("train/a/")
+
+
+def test_a_class_called_train(tmp_path):
+    for name in ("apple", "bear", "train", "truck"):
+        for k in range(10):
+            put(tmp_path / name / f"{k}.png")
+    splits = load(f"folder:{tmp_path}")
+    assert splits.train.classes == ["apple", "bear", "train", "truck"]
+    assert (len(splits.train), len(splits.test)) == (36, 4)
+
+
+@pytest.mark.parametrize(
+    ("files", "unused"),
+    [
+        (("train/a/1.png", "train/b/2.png", "test/a/3.png", "more/4.png"), "more"),  # train holds no images itself
+        (("train/1.png", "train/2.png", "test1/3.png"), "test1"),
+        (("train/1.png", "train/2.png", "val/3.png"), None),
+        (("train/1.png", "train/2.png", "val/3.png", ".more/4.png"), None),
+    ],
+)
+def test_train_beside_other_folders_is_a_split(tmp_path, files, unused):
+    for file in files:
+        put(tmp_path / file)
+    (tmp_path / "notes").mkdir()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train = load(f"folder:{tmp_path}").train
+    assert [train.identify(i) for i in range(len(train))] == list(files[:2])
+    assert [f"the images in {unused} are not used" in str(w.message) for w in told] == [True] * (unused is not None)
+
+
+def test_what_keeps_class_folders_from_giving_labels_is_told(tmp_path):
+    for file in ("train/a/1.png", "train/b/2.png", "train/cover.jpg", "train/b/x/3.png"):
+        put(tmp_path / file)
+    with pytest.warns(DataWarning, match=r"2 folders .* train/b/x/3\.png and 1 more do not lie directly"):
+        assert load(f"folder:{tmp_path}").train.labels is None
+    (tmp_path / "train/b/x/3.png").unlink()
+    with pytest.warns(DataWarning, match=r"cover\.jpg does not lie directly"):
+        load(f"folder:{tmp_path}")
+
+
+def test_no_folder_is_entered_twice(tmp_path):
+    root, other = tmp_path / "root", tmp_path / "other"
+    for file in ("1.png", "b/2.png", ".store/c/3.png"):
+        put(root / file)
+    put(other / "4.png")
+    (root / "me").symlink_to(".")
+    (root / "b" / "up").symlink_to("..")
+    (root / "a").symlink_to("b")  # comes before b, but is only a link to it
+    (root / "c").symlink_to(".store/c")
+    (root / "d").symlink_to(other)
+    (other / "back").symlink_to(root)
+    assert list_images(root) == ["1.png", "b/2.png", "c/3.png", "d/4.png"]
+
+
+def test_gifs_are_listed(tmp_path):
+    put(tmp_path / "1.gif")
+    put(tmp_path / "2.png")
+    train = load(f"folder:{tmp_path}").train
+    assert len(train) == 2
+    assert train.read(0).shape == (10, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "warned"), [((3, 32, 32), True), ((1, 9, 9), True), ((9, 9, 12), False), ((3, 9, 4), False)]
+)
+def test_arrays_that_may_be_channels_first(tmp_path, shape, warned):
+    for k in range(3):
+        np.save(tmp_path / f"{k}.npy", np.zeros(shape, np.uint8))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert load(f"folder:{tmp_path}").train.channels == shape[2]
+    assert ["channels first?" in str(w.message) for w in told] == [True] * warned
+
+
+def test_a_link_that_leads_nowhere_is_an_unreadable_image(tmp_path):
+    for file in ("train/a/1.png", "train/b/2.png", "test/a/3.png"):
+        put(tmp_path / file)
+    for link in ("train/b/x.png", "test/a/x.png"):
+        (tmp_path / link).symlink_to("nowhere.png")
+    splits = load(f"folder:{tmp_path}")
+    assert splits.train.fingerprint() == load(f"folder:{tmp_path}").train.fingerprint()
+    assert count_shared(splits.train, splits.test) == 0
+    with pytest.raises(BadImage, match=r"b/x\.png"):
+        splits.train.read(2)

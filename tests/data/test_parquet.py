@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from residua.data import DataError, count_shared, load, parquet
+from residua.data.errors import DataWarning
 
 RNG = np.random.default_rng(0)
 FEATURES = {
@@ -91,6 +92,63 @@ def test_words_as_labels(tmp_path):
     assert load(f"parquet:{tmp_path}").train.labels is None
     train = load(f"parquet:{tmp_path}?label=kind").train
     assert (train.classes, train.labels.tolist()) == (["a", "b"], [1, 0, 1])
+
+
+def labelled(folder: Path, split: str, labels: pa.Array) -> str:
+    rows = {"image": pa.array([{"bytes": png(i), "path": None} for i in noise(len(labels))], _IMAGE), "label": labels}
+    pq.write_table(pa.table(rows), folder / f"{split}.parquet")
+    return f"parquet:{folder}"
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (pa.array(["b", "a", "b"]), ["a", "b"]),
+        (pa.array(["b", "a", "b"], pa.large_string()), ["a", "b"]),
+        (pa.array(["b", "a", "b"]).dictionary_encode(), ["a", "b"]),
+        (pa.array([1, 0, 1], pa.int8()).dictionary_encode(), ["0", "1"]),
+        (pa.array([True, False, True]), ["False", "True"]),
+    ],
+)
+def test_a_column_called_label_may_have_words_or_truth_values(tmp_path, labels, classes):
+    labelled(tmp_path, "test", labels[:1])
+    splits = load(labelled(tmp_path, "train", labels))
+    assert (splits.train.classes, splits.train.labels.tolist()) == (classes, [1, 0, 1])
+    assert (splits.test.classes, splits.test.labels.tolist()) == (classes, [1])
+
+
+@pytest.mark.parametrize(
+    ("labels", "why"),
+    [
+        (pa.array([0.5, 1.0, 2.0]), "'label' holds double"),
+        (pa.array([[0], [1], [2]]), "'label' holds list"),
+        (pa.array([0, -1, 1]), "1 of its 3 labels are negative"),
+        (pa.array([0, None, 1]), "1 of its 3 labels are missing"),
+        (pa.array(["a", None, None]), "2 of its 3 labels are missing"),
+    ],
+)
+def test_labels_that_cannot_be_used_are_told(tmp_path, labels, why):
+    with pytest.warns(DataWarning, match=why):
+        assert load(labelled(tmp_path, "train", labels)).train.labels is None
+
+
+def test_unlabelled_test_splits_are_told_if_they_are_used(tmp_path):
+    spec = labelled(tmp_path, "train", pa.array([0, 1, 1]))
+    for labels, why in ((pa.array([-1, -1]), "2 of its 2 labels are negative"), (None, "lack the column 'label'")):
+        labelled(tmp_path, "test", pa.array([0, 0]) if labels is None else labels)
+        if labels is None:
+            table = pq.read_table(tmp_path / "test.parquet")
+            pq.write_table(table.drop_columns("label"), tmp_path / "test.parquet")
+        with pytest.warns(DataWarning, match=f"the test split has no labels, because .*{why}"):
+            assert load(spec).test.labels is None
+
+
+def test_impossible_labels_are_refused(tmp_path):
+    with pytest.raises(DataError, match="would make 30,000,001 classes of 3 images"):
+        load(labelled(tmp_path, "train", pa.array([0, 30_000_000, 1])))
+    spec = labelled(tmp_path, "train", pa.array([[0], [1], [2]]))
+    with pytest.raises(DataError, match=r"holds list.*expected class numbers or names"):
+        load(f"{spec}?label=label")
 
 
 def test_unlabelled_test_split_gives_way(hub_folder):
