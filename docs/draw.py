@@ -21,7 +21,7 @@ from residua.evaluate import Report
 from residua.evaluate.diffusion import best, grid
 from residua.recipes.summary import compare, read_summary
 from residua.report import figures, gallery
-from residua.report.curves import epoch_curves, noise_heatmap, norm_curves
+from residua.report.curves import epoch_curves, noise_heatmap, norm_curves, size_curves
 from residua.report.runs import by_depth
 from residua.report.sweep import numeric_setting, setting_curves
 from residua.train import read_metrics
@@ -78,7 +78,19 @@ def numbers(out: Path = IMAGES) -> list[Path]:
             print(f"no records of {prefix}: its figures stay as they are", file=sys.stderr)
     for file in sorted(RECORDS.glob("*/summary.json")):
         drawn += sweep(file, out)
-    return [*drawn, norms(RECORDS / "zero-init" / "norms.json", out)]
+    return [*drawn, norms(RECORDS / "zero-init" / "norms.json", out), *by_depth_of_network(out)]
+
+
+def by_depth_of_network(out: Path) -> list[Path]:
+    """Accuracy and rank of the classifiers against their number of blocks."""
+    drawn = []
+    for key, metric, unit in (("accuracy", "accuracy", "%"), ("entropy_rank", "entropy rank", "nats")):
+        groups: dict[str, list[tuple[float, float]]] = {}
+        for file in sorted((RECORDS / "cifar-resnet").glob("*/finetune.json"), reverse=True):
+            _, alpha, _, blocks = file.parent.name.split("-")
+            groups.setdefault(f"alpha_min {alpha}", []).append((int(blocks), json.loads(file.read_text())[key]))
+        drawn.append(save(size_curves(metric, groups, unit), out / f"cifar-resnet-{slug(metric)}.png"))
+    return drawn
 
 
 def norms(file: Path, out: Path) -> Path:
