@@ -15,6 +15,7 @@ from residua.nn import MAE, ViT, encoder_of
 from residua.nn.weights import infer_config, load_weights, translate, unwrap
 from residua.train.checkpoint import CheckpointError, initialize
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not say how images are prepared")
 WIDTH, DEPTH = 64, 2  # published names leave no trace of the heads: 64 channels each
 SMALL = {
     "img_size": 16, "patch_size": 4, "embed_dim": WIDTH, "depth": DEPTH, "num_heads": 1,
