@@ -26,6 +26,7 @@ from residua.nn.diffusion import noised, process_config
 from . import suite
 from .cache import weights_hash
 from .features import Cache, Layers, Subject, View, open_cache, open_feed, pick_split, pixel_subject, read_features
+from .knn import check_votes
 from .protocols import PROTOCOLS, ProbeResult, Protocol, resolve_recipe
 from .reading import Column, Reader, frozen, resolve_layers, undisturbed
 from .report import MODEL, PIXELS, RANDOM, Report
@@ -143,7 +144,7 @@ def evaluate_diffusion(
     view = View(_preprocessing(model, data.train), batch_size, seed=seed, bf16=bf16)
     options = {"learning_rates": learning_rates, "weight_decays": weight_decays, "epochs": epochs}
     _check_probe(probe, len(data.train), options)
-    suite.check_votes(k if knn else 1, temperature)
+    check_votes(k if knn else 1, temperature)
     chosen = resolve_layers(layers, len(block_names(model)))
     results: dict[str, ProbeResult | None] = {}
     with frozen(model, device) as where:

@@ -266,14 +266,20 @@ def _result(train: FeatureSet, test: FeatureSet, k: int, temperature: float, hit
     )
 
 
+def check_votes(k: int | Sequence[int], temperature: float) -> None:
+    """Raise for a number of neighbours or a temperature that no features could have."""
+    ks = [k] if isinstance(k, int) else list(k)
+    if not ks or min(ks) < 1:
+        raise ValueError(f"k must be at least 1, got {ks}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+
+
 def _check(train: FeatureSet, test: FeatureSet, ks: Sequence[int], temperature: float) -> None:
     check_compatible(train, test)
-    if not ks or min(ks) < 1:
-        raise ValueError(f"k must be at least 1, got {list(ks)}")
+    check_votes(ks, temperature)
     if max(ks) > len(train):
         raise ValueError(f"k = {max(ks)} neighbours were asked for, but there are only {len(train)} training images")
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
 
 
 def _check_spread(bank: Tensor) -> None:

@@ -39,7 +39,7 @@ from .features import (
 from .featureset import FeatureSet, Readout
 from .geometry import UNITS, layer_geometry
 from .interval import wilson
-from .knn import few_shot_knn
+from .knn import check_votes, few_shot_knn
 from .knn import knn as knn_score
 from .neighbors import nearest_neighbors
 from .online import Progress, probe_online
@@ -163,15 +163,6 @@ def evaluate(
     if neighbors:
         _add_neighbors(report, test or train, neighbors, seed)
     return report
-
-
-def check_votes(k: int | Sequence[int], temperature: float) -> None:
-    """Raise what kNN would, before there are features."""
-    ks = [k] if isinstance(k, int) else list(k)
-    if not ks or min(ks) < 1:
-        raise ValueError(f"k must be at least 1, got {ks}")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
 
 
 def _check_shots(shots: Sequence[int], sources: dict[str, Source | None], seed: int) -> None:

@@ -54,12 +54,10 @@ class Decay:
             raise ValueError(
                 f"until is {self.until}; give a share of the depth in (0, 1] or a whole step index above 1"
             )
-        decays = self.alpha_min != 1.0 or self.alpha_eff not in (None, 1.0)
-        if decays and (self.control != "none" or self.schedule == "learned"):
-            what = "control" if self.control != "none" else 'schedule="learned"'
-            raise ValueError(f"{what} sets the shortcuts itself: leave alpha_min and alpha_eff at 1")
         if self.control != "none" or self.schedule == "learned":
             what = "control" if self.control != "none" else 'schedule="learned"'
+            if self.alpha_min != 1.0 or self.alpha_eff not in (None, 1.0):
+                raise ValueError(f"{what} sets the shortcuts itself: leave alpha_min and alpha_eff at 1")
             for name, plain in _PLAIN.items():
                 if getattr(self, name) != plain and not (name == "schedule" and what != "control"):
                     raise ValueError(f"{what} treats all sublayers alike: leave {name} at {plain}")
