@@ -27,3 +27,16 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
     run = tmp_path_factory.mktemp("runs") / "pretrained"
     pretrain(small(run, steps=3))
     return str(run)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A diffusion run."""
+    from drive import small_diffusion
+
+    from residua.train import fit
+    from residua.train.diffuse import prepare
+
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    fit(prepare(small_diffusion(folder, steps=4)))
+    return folder

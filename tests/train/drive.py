@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
+import residua
+from residua.data import Preprocessing
 from residua.nn import MAE
+from residua.nn.diffusion import VP
 from residua.train import Finetune, Hooks, Pretrain, checkpoint, classify, diffuse, fit, loop, prepare, read_metrics
 from residua.train.checkpoint import checkpoints, load_file, load_training
 from residua.train.diffuse_config import Diffuse
@@ -60,6 +63,16 @@ def small_diffusion(out: Path | None = None, **changes: Any) -> Diffuse:
         "log_every": 2, "resident": True, "sample_every": 0, "out": str(out) if out else None, "dry_run": out is None,
     }  # fmt: skip
     return Diffuse().override(**settings | changes)
+
+
+def network(**options: Any) -> Any:
+    """A tiny U-ViT that can be sampled from."""
+    torch.manual_seed(0)
+    shape = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "zero_init": False}
+    model: Any = residua.create_model("uvit", **shape | options).eval()
+    model.process = VP()
+    model.preprocessing = Preprocessing((8, 8), (0.5,) * 3, (0.5,) * 3)
+    return model
 
 
 def differences(one: Path, other: Path) -> list[str]:

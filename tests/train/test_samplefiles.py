@@ -1,0 +1,264 @@
+"""Samples on disk: what is kept, continued, refused, and where it goes."""
+
+import errno
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drive import network, start
+from PIL import Image
+from torch import Tensor
+
+import residua
+from residua import cli
+from residua.train import samplefiles
+from residua.train.checkpoint import weights_file, write_checkpoint
+from residua.train.sample import Sampling
+from residua.train.samplefiles import described, write_samples
+
+QUICK = Sampling(steps=3)
+
+
+def test_a_folder_grows_and_makes_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out, made = network(), tmp_path / "samples", []
+    real = samplefiles.generate
+
+    def counted(model: Any, index: Tensor, *rest: Any) -> Tensor:
+        made.extend(index.tolist())
+        return real(model, index, *rest)
+
+    monkeypatch.setattr(samplefiles, "generate", counted)
+    write_samples(model, out, 5, QUICK, batch_size=2)
+    (out / "000001.png").unlink()
+    write_samples(model, out, 7, QUICK, batch_size=4)
+    assert made == [0, 1, 2, 3, 4, 1, 5, 6]
+    assert sorted(p.name for p in out.iterdir()) == [*(f"{i:06d}.png" for i in range(7)), "samples.json"]
+    assert json.loads((out / "samples.json").read_text())["n"] == 7
+    expected = residua.sample(model, 7, settings=QUICK)
+    for i in range(7):
+        image = torch.from_numpy(np.array(Image.open(out / f"{i:06d}.png"))).permute(2, 0, 1)
+        assert int((image.int() - expected[i].int()).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("name", ["samples", "samples.npz"])
+def test_interrupted_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model, made = network(num_classes=4), []
+    real = samplefiles.generate
+
+    def counted(model: Any, index: Tensor, *rest: Any) -> Tensor:
+        if len(made) == 4:
+            made.append(-1)
+            raise KeyboardInterrupt
+        made.extend(index.tolist())
+        return real(model, index, *rest)
+
+    monkeypatch.setattr(samplefiles, "generate", counted)
+    with pytest.raises(KeyboardInterrupt):
+        write_samples(model, tmp_path / name, 9, QUICK, batch_size=2)
+    write_samples(model, tmp_path / name, 9, QUICK, batch_size=2)
+    assert made == [0, 1, 2, 3, -1, 4, 5, 6, 7, 8]
+    if name.endswith(".npz"):
+        stored = np.load(tmp_path / name)
+        assert stored["arr_0"].dtype == np.uint8
+        assert stored["labels"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+        images = torch.from_numpy(stored["arr_0"]).permute(0, 3, 1, 2)
+        assert int((images.int() - residua.sample(model, 9, settings=QUICK).int()).abs().max()) <= 1
+        assert [p.name for p in tmp_path.iterdir()] == ["samples.npz"]
+
+
+def test_an_array_grows_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out, made = network(num_classes=2), tmp_path / "s.npz", []
+    real = samplefiles.generate
+
+    def counted(model: Any, index: Tensor, *rest: Any) -> Tensor:
+        made.extend(index.tolist())
+        if 5 in index:
+            raise KeyboardInterrupt
+        return real(model, index, *rest)
+
+    write_samples(model, out, 3, QUICK)
+    monkeypatch.setattr(samplefiles, "generate", counted)
+    with pytest.raises(KeyboardInterrupt):
+        write_samples(model, out, 7, QUICK, batch_size=2)
+    assert len(np.load(out)["arr_0"]) == described(out)["n"] == 3  # whole until the larger one is
+    with pytest.raises(ValueError, match=r"begun with 7 samples.*-n 7"):
+        write_samples(model, out, 8, QUICK)
+    monkeypatch.setattr(samplefiles, "generate", real)
+    write_samples(model, out, 7, QUICK, batch_size=2)
+    assert made == [3, 4, 5, 6]
+    stored = np.load(out)
+    assert stored["labels"].tolist() == [0, 1, 0, 1, 0, 1, 0]
+    images = torch.from_numpy(stored["arr_0"]).permute(0, 3, 1, 2)
+    assert int((images.int() - residua.sample(model, 7, settings=QUICK).int()).abs().max()) <= 1
+    assert [p.name for p in tmp_path.iterdir()] == ["s.npz"]
+    before = out.stat().st_mtime_ns
+    write_samples(model, out, 4, QUICK)
+    assert (out.stat().st_mtime_ns, described(out)["n"]) == (before, 7)
+
+
+def test_killed_at_the_very_end_an_array_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model, out = network(), tmp_path / "s.npz"
+    for first, then in ((2, 2), (3, 4)):
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", kill)
+            with pytest.raises(KeyboardInterrupt):
+                write_samples(model, out, first, QUICK)
+        assert described(out)["n"] == len(np.load(out)["arr_0"]) == first
+        write_samples(model, out, then, QUICK)
+        assert described(out)["n"] == len(np.load(out)["arr_0"]) == then
+        assert [p.name for p in tmp_path.iterdir()] == ["s.npz"]
+
+
+def test_every_file_has_its_own_description(tmp_path: Path) -> None:
+    model = network()
+    write_samples(model, tmp_path, 3, QUICK)
+    write_samples(model, tmp_path / "samples.npz", 2, QUICK)
+    write_samples(model, tmp_path / "samples.png", 1, replace(QUICK, seed=7))
+    told = [described(tmp_path / name) for name in (".", "samples.npz", "samples.png")]
+    assert [(made["n"], made["seed"]) for made in told] == [(3, 0), (2, 0), (1, 7)]
+    np.savez(tmp_path / "other.npz", np.zeros(3))
+    assert described(tmp_path / "other.npz") == described(tmp_path / "none.npz") == {}
+    (tmp_path / "bad.npz").write_bytes((tmp_path / "samples.npz").read_bytes()[:400])
+    with pytest.raises(ValueError, match=r"bad\.npz cannot be read, it may be damaged"):
+        write_samples(model, tmp_path / "bad.npz", 2, QUICK)
+
+
+def test_suffixes_may_be_large(tmp_path: Path) -> None:
+    for name in ("a.PNG", "b.NPZ"):
+        write_samples(network(), tmp_path / name, 2, QUICK)
+        assert (tmp_path / name).is_file()
+        assert described(tmp_path / name)["n"] == 2
+    assert np.load(tmp_path / "b.NPZ")["arr_0"].shape == (2, 8, 8, 3)
+
+
+def test_a_full_disk_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model, real = network(), os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"s\.npz.*No space left.*choose another --out"):
+        write_samples(model, tmp_path / "s.npz", 2, QUICK)
+    assert not list(tmp_path.rglob("*.npy"))
+    monkeypatch.setattr(os, "posix_fallocate", real)
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(ValueError, match=r"s\.npz.*No space left"):
+        write_samples(model, tmp_path / "s.npz", 2, QUICK)
+    monkeypatch.undo()
+    monkeypatch.setattr(samplefiles, "generate", full)  # nothing is made twice
+    write_samples(model, tmp_path / "s.npz", 2, QUICK)
+    assert len(np.load(tmp_path / "s.npz")["arr_0"]) == 2
+
+
+def test_samples_of_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
+    model = network()
+    for name in ("a", "b.npz"):
+        write_samples(model, tmp_path / name, 2, QUICK)
+        write_samples(model, tmp_path / name, 2, QUICK)
+        with pytest.raises(ValueError, match="other s"):
+            write_samples(model, tmp_path / name, 2, Sampling(steps=4))
+    other = network(embed_dim=16)
+    next(other.parameters()).data.add_(1)
+    for name in ("a", "b.npz"):
+        with pytest.raises(ValueError, match=r"other settings \(weights"):
+            write_samples(other, tmp_path / name, 4, QUICK)
+        write_samples(network(), tmp_path / name, 3, QUICK, about={"checkpoint": "moved"})
+    (tmp_path / "mine").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "mine" / "000000.png")
+    with pytest.raises(ValueError, match="unknown"):
+        write_samples(model, tmp_path / "mine", 2, QUICK)
+    with pytest.raises(ValueError, match=r"folder, a \.npz"):
+        write_samples(model, tmp_path / "c.jpg", 2, QUICK)
+
+
+def share(run: str, out: str, rank: int, port: int) -> None:
+    """One of two processes that sample together."""
+    import os
+
+    torch.set_num_threads(1)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
+    status = cli.main(["sample", run, "-n", "7", "--steps", "2", "--batch-size", "2", "--device", "cpu", "--out", out])
+    raise SystemExit(status)
+
+
+def test_two_processes_share_the_numbers(run: Path, tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = tmp_path / "s.npz"
+    processes = [start(share, str(run), str(out), rank, port) for rank in range(2)]
+    for process in processes:
+        process.join(120)
+    assert [p.exitcode for p in processes] == [0, 0]
+    images = torch.from_numpy(np.load(out)["arr_0"]).permute(0, 3, 1, 2)
+    assert int((images.int() - residua.sample(residua.load(run), 7, steps=2).int()).abs().max()) <= 1
+
+
+# ---------------------------------------------------------------- the command, and what is refused
+
+
+def test_the_command_writes_what_score_reads(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from residua.evaluate.pictures import made_by, open_images
+
+    args = ["sample", str(run), "-n", "4", "--steps", "2", "--device", "cpu", "--classes", "disc", "--guidance", "1.5"]
+    assert cli.main([*args, "--out", str(tmp_path / "s")]) == 0
+    assert "residua score" in capsys.readouterr().out
+    assert len(open_images(f"folder:{tmp_path / 's'}")) == 4
+    known = made_by(f"folder:{tmp_path / 's'}")
+    assert (known["sampler"], known["steps"], known["guidance"], known["classes"]) == ("dpm-solver", 2, 1.5, [0])
+    assert known["checkpoint"].endswith("step-0000004/ema.safetensors")
+    assert cli.main([*args, "--out", str(tmp_path / "s.npz")]) == 0
+    assert made_by(str(tmp_path / "s.npz"))["seed"] == 0
+    assert cli.main([*args, "--out", str(tmp_path / "s.png")]) == 0
+    assert Image.open(tmp_path / "s.png").size == (34, 34)
+    assert cli.main(args) == 0
+    assert len(list((run / "samples").rglob("*.png"))) == 4
+
+
+def test_each_kind_of_samples_has_a_folder_of_its_own(run: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    shutil.copytree(run, mine, ignore=shutil.ignore_patterns("samples"))
+
+    def folders(*options: str) -> set[str]:
+        there = {p.name for p in mine.glob("samples/*")}
+        assert cli.main(["sample", str(mine), "-n", "2", "--steps", "2", "--device", "cpu", *options]) == 0
+        return {p.name for p in mine.glob("samples/*")} - there
+
+    (plain,) = folders()
+    assert plain.startswith("step-0000004-dpm-solver-2-seed0-")
+    assert not folders("-n", "3")
+    assert not folders("--spacing", "logsnr", "--clip", "True", "--precision", "float32")
+    for options, words in [
+        (["--classes", "1"], "-seed0-classes1-"), (["--classes", "2", "disc"], "-seed0-classes2+0-"),
+        (["--no-ema"], "-seed0-no-ema-"), (["--guidance", "2"], "-seed0-guidance2-"), (["--spacing", "uniform"], ""),
+        (["--clip", "False"], ""), (["--precision", "bf16"], ""), (["--sampler", "ddim"], "-ddim-2-seed0-"),
+    ]:  # fmt: skip
+        (made,) = folders(*options)
+        assert words in made
+    model: Any = residua.load(mine)
+    write_checkpoint(mine, 5, model, {})
+    (later,) = folders()
+    assert later.startswith("step-0000005-dpm-solver-2-seed0-")
+    shutil.move(mine, tmp_path / "moved")
+    mine = tmp_path / "moved"
+    assert not folders()
+
+
+def test_weights_elsewhere_do_not_share_a_folder(run: Path, tmp_path: Path) -> None:
+    shutil.copy(weights_file(run), tmp_path / "model.safetensors")
+    shutil.copy(weights_file(run, ema=False), tmp_path / "other.safetensors")
+    for name in ("model", "other"):
+        assert cli.main(["sample", f"{name}.safetensors", "-n", "1", "--steps", "2", "--device", "cpu"]) == 0
+    assert sorted(p.name.split("-")[0] for p in Path("samples").iterdir()) == ["model", "other"]
