@@ -27,6 +27,13 @@ def config_of(folder: Path) -> dict[str, Any]:
     return _json(folder / "config.json")
 
 
+def img_size_in(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Height and width of images, as transformers' or timm's `config.json` has them; None where it does not."""
+    shape = config.get("pretrained_cfg", config).get("input_size")  # of timm, channels first
+    size = config.get("image_size", shape and shape[1:])
+    return (size, size) if isinstance(size, int) else size and tuple(size)
+
+
 def preprocessing_in(folder: Path, img_size: tuple[int, int], channels: int) -> Preprocessing | None:
     """As timm's `config.json` or transformers' `preprocessor_config.json` has it; None where neither says."""
     config, processor = config_of(folder), _json(folder / "preprocessor_config.json")

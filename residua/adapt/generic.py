@@ -252,7 +252,8 @@ class Finder:
     def fail(self, name: str, why: str) -> None:
         cls = type(self.modules[name])
         raise ValueError(
-            f"{type(self.model).__name__}: {name}, a {cls.__module__}.{cls.__qualname__}, cannot fade as a whole: {why}"
+            f"{type(self.model).__name__}: {name}, a {cls.__module__}.{cls.__qualname__}, cannot be read as x + F(x): "
+            + why
         )
 
 

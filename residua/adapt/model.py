@@ -69,7 +69,7 @@ def blocks_of(model: nn.Module, example: Any = None) -> list[Located]:
         refused = [at for at in known if at.kind.reason]
         if refused:
             name, block, kind = refused[0]
-            raise ValueError(f"{name}, a {plain_class(block).__name__}, cannot fade: {kind.reason}")
+            raise ValueError(f"{name}, a {plain_class(block).__name__}, cannot be read as x + F(x): {kind.reason}")
         if _faded_as_one(known):
             return _in_order(known)
         if _is_whole(model, known) or isinstance(known[0].block, Faded):

@@ -169,7 +169,8 @@ def _transformers(transformers: Any, name: str, published: bool, **options: Any)
         raise ValueError(f"transformers:{name}: {folder} holds no config.json")
     where = str(folder) if folder.exists() else name
     if published:
-        model = _published(f"transformers:{name}", lambda: transformers.AutoModel.from_pretrained(where, **options))
+        opened = transformers.AutoModel.from_pretrained
+        model = _published(f"transformers:{name}", lambda: _unpooled(opened, where, **options))
     else:
         types = import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
         if not folder.exists() and name in types:
@@ -180,7 +181,7 @@ def _transformers(transformers: Any, name: str, published: bool, **options: Any)
             config = _published(
                 f"transformers:{name}", lambda: transformers.AutoConfig.from_pretrained(where, **options)
             )
-        model = transformers.AutoModel.from_config(config)
+        model = _unpooled(transformers.AutoModel.from_config, config)
     model = getattr(model, "vision_model", model)  # of two towers, the one that sees images
     if hasattr(model.config, "mask_ratio"):
         model.config.mask_ratio = 0.0  # ViTMAE would hide patches in evaluation too
@@ -188,6 +189,15 @@ def _transformers(transformers: Any, name: str, published: bool, **options: Any)
     if size is not None:
         model.preprocessing = _processor(folder, size, getattr(model.config, "num_channels", 3), transformers, where)
     return model
+
+
+def _unpooled(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Without the layer that pools tokens, where the class knows to leave it out: nothing reads it, and weights that do
+    not bring it would leave it random, another one each time."""
+    try:
+        return make(*args, **{"add_pooling_layer": False, **options})
+    except TypeError:
+        return make(*args, **options)
 
 
 def _processor(folder: Path, size: Any, channels: int, transformers: Any, where: str) -> Preprocessing:
@@ -251,9 +261,9 @@ def _load(model: nn.Module, file: Path, name: str) -> None:
 
 def _load_transformers(model: Any, state: dict[str, Tensor], file: Path) -> None:
     """By the library itself, which knows what tensors were called in earlier versions."""
-    found, report = type(model).from_pretrained(
-        None, config=model.config, state_dict=state, output_loading_info=True
-    )  # fmt: skip
+    found, report = _unpooled(
+        type(model).from_pretrained, None, config=model.config, state_dict=state, output_loading_info=True
+    )
     lacking = [key for key in report["missing_keys"] if not key.startswith(("pooler", "classifier"))]
     if lacking or report.get("mismatched_keys"):
         wrong = ", ".join(map(str, [*lacking, *report.get("mismatched_keys", ())][:4]))

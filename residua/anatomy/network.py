@@ -106,7 +106,10 @@ def block_of(step: Step, token: int | None = None) -> Block:
 def _masked(step: Step) -> Callable[[Tensor], Tensor]:
     """The branch of `relu(alpha shortcut(x) + F(x))`, where the sum is positive; elsewhere nothing of it passes."""
     if step.after is not F.relu and not isinstance(step.after, nn.ReLU):
-        raise ValueError(f"{step.name}: what follows its addition is no ReLU; its branch has no mask")
+        raise ValueError(
+            f"{step.name}: its sum passes through a norm or the like (post-norm); measured are Jacobians of blocks "
+            "x + F(x) and relu(x + F(x))"
+        )
 
     def branch(x: Tensor) -> Tensor:
         f = step.branch(x)

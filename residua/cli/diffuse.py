@@ -19,7 +19,7 @@ def diffuse(args: list[str]) -> None:
     from residua.train import fit
     from residua.train.diffuse import prepare
     from residua.train.diffuse_config import Diffuse
-    from residua.train.loop import append_metrics
+    from residua.train.loop import replace_metrics
 
     config = settings(Diffuse, args, "diffuse", "Train a diffusion model whose identity shortcuts fade with depth.")
     session = prepare(config, decoding)
@@ -38,7 +38,8 @@ def diffuse(args: list[str]) -> None:
         for name, value in last.items():
             say(f"{name.removeprefix('eval/')} {value:.2f} of {measure.how}")
         if session.run is not None:
-            append_metrics(session.run, {"step": session.settings.steps, "epoch": session.config.optim.epochs, **last})
+            record = {"step": session.settings.steps, "epoch": session.config.optim.epochs, **last}
+            replace_metrics(session.run, record)  # of a run that was finished before, it is there already
     if main:
         _closing_words(session.run, picture)
 

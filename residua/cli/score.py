@@ -25,6 +25,8 @@ class ScoreOptions:
     trained on."""
     n: Annotated[int, arg(aliases=["-n"])] = 10_000
     """Samples of a run."""
+    latents: str | None = None
+    """Of a run in latents: where its autoencoder lies now, by name or folder; default: where it was."""
     fid: bool = False
     """Frechet distance; what is computed where nothing is asked for."""
     kid: bool = False
@@ -119,7 +121,7 @@ def _ready(o: ScoreOptions) -> ScoreOptions:
     reference = o.reference or trained_on(o.samples)
     if reference is None:
         raise ValueError(f"{run} does not say what it was trained on: give --reference")
-    made = make(SampleOptions(o.samples, n=o.n, device=o.device))
+    made = make(SampleOptions(o.samples, n=o.n, latents=o.latents, device=o.device))
     size = o.img_size or (int(read_flat(run / "config.yaml")["img_size"]),)  # of the samples, so of the reference too
     return replace(o, samples=str(made), reference=reference, limit=o.limit or o.n, img_size=size)
 

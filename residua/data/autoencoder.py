@@ -126,7 +126,8 @@ def _open(name: str) -> Autoencoder:
 
 def _remedy(folder: Path) -> str:
     """What to do about an autoencoder that is no longer where a run expects it."""
-    return f"if it has moved, link it there (ln -s NEWPLACE {folder.absolute()}), or sample with --latents NEWPLACE"
+    link = f"ln -s NEWPLACE {folder.absolute()}"
+    return f"if it has moved, link it there ({link}), or sample and score with --latents NEWPLACE"
 
 
 def _setting(config: Any, name: str) -> float | None:

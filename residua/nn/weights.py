@@ -2,7 +2,7 @@
 U-ViT's and SiT's."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,20 +73,20 @@ def translate(state: State) -> dict[str, Tensor]:
     return out
 
 
-def infer_config(state: State, num_heads: int | None = None) -> dict[str, Any]:
+def infer_config(state: State, num_heads: int | None = None, img_size: tuple[int, int] | None = None) -> dict[str, Any]:
     """Keyword arguments of `create_model` for translated weights, read off their shapes.
 
     The number of heads leaves no trace in a shape: 64 channels each unless told, 80 for the published ViT-H, 72 for
-    U-ViT-H and SiT-XL.
+    U-ViT-H and SiT-XL. Nor does the aspect of images: square, unless `img_size` has as many positions.
     """
     if "encoder.patch_embed.proj.weight" not in state or "encoder.in_blocks.0.norm1.weight" in state:
         return _diffusion_config(state, num_heads)
     embed = state["encoder.patch_embed.proj.weight"]
     width, channels, *patch = embed.shape
-    side = _side(state["encoder.pos_embed"].shape[1] - 1)
+    rows, columns = _grid(state["encoder.pos_embed"].shape[1] - 1, patch, img_size)
     config: dict[str, Any] = {
         "name": "vit",
-        "img_size": (side * patch[0], side * patch[1]),
+        "img_size": (rows * patch[0], columns * patch[1]),
         "patch_size": tuple(patch),
         "in_chans": channels,
         "embed_dim": width,
@@ -103,10 +103,19 @@ def infer_config(state: State, num_heads: int | None = None) -> dict[str, Any]:
             "decoder_num_heads": 16 if dim % 512 == 0 else max(1, dim // 32)}  # fmt: skip
 
 
+def _grid(cells: int, patch: Sequence[int], img_size: tuple[int, int] | None) -> tuple[int, int]:
+    """Rows and columns of positions: those of the images told of, where they are as many, or of square ones."""
+    if img_size is not None:
+        rows, columns = (n // p for n, p in zip(img_size, patch))
+        if rows * columns == cells:
+            return rows, columns
+    return _side(cells), _side(cells)
+
+
 def _side(cells: int) -> int:
     side = round(cells**0.5)
     if side * side != cells:
-        raise ValueError(f"{cells} positions make no square image: only weights of square images can be read")
+        raise ValueError(f"{cells} positions make no square image, and nothing says which size it has")
     return side
 
 

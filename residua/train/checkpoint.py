@@ -27,7 +27,16 @@ from torch import Tensor, nn
 
 from residua.adapt import is_name, open_model
 from residua.adapt.encoder import create_model
-from residua.adapt.folder import EACH, FINAL_NORM, HALVES, IMAGENET_MEAN, IMAGENET_STD, config_of, preprocessing_in
+from residua.adapt.folder import (
+    EACH,
+    FINAL_NORM,
+    HALVES,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    config_of,
+    img_size_in,
+    preprocessing_in,
+)
 from residua.adapt.names import why_unreadable
 from residua.data import Preprocessing
 from residua.data.autoencoder import LatentSpace
@@ -165,7 +174,7 @@ def load(path: str | Path, *, ema: bool = True, weights: str | Path | None = Non
         _attach(model, described)
     else:
         state, written = translate(read_state(file)), config_of(file.parent)
-        config = infer_config(state, written.get("num_attention_heads"))
+        config = infer_config(state, written.get("num_attention_heads"), img_size_in(written))
         config |= _beyond_shapes(written, config)
         if not config.get("final_norm", True):
             state = {key: value for key, value in state.items() if not key.startswith("encoder.norm.")}
@@ -234,7 +243,7 @@ def load_training(checkpoint: Path) -> dict[str, Any]:
 
 
 def initialize(model: nn.Module, path: str | Path) -> None:
-    """Start `model` from other weights: the encoder always, the decoder where it is the same."""
+    """Start `model` from other weights: the encoder, and the decoder where it is the same; else a warning says so."""
     file = weights_file(Path(path).expanduser())
     state = {k: v for k, v in translate(read_state(file)).items() if k.startswith(("encoder.", "decoder."))}
     own = model.state_dict()
@@ -243,6 +252,14 @@ def initialize(model: nn.Module, path: str | Path) -> None:
     state.pop("encoder.shortcut.alpha", None)  # this run's schedule, not the other's
     load_weights(model, state if same else {k: v for k, v in state.items() if not k.startswith("decoder.")},
                  what=str(file), encoder_only=not same)  # fmt: skip
+    if not same:
+        there = any(k.startswith("decoder.") for k in state)
+        norm = any(k.startswith("encoder.norm.") and k not in own for k in state)
+        decoder = "its decoder is of another kind or size" if there else "it has no decoder"
+        warnings.warn(
+            f"{file}: encoder taken{', but for its final norm' * norm}; {decoder}, so this model's starts anew",
+            stacklevel=2,
+        )
 
 
 def _read_description(file: Path) -> dict[str, Any] | None:

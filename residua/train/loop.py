@@ -356,6 +356,13 @@ def append_metrics(run: Path, record: Record) -> None:
     ckpt.guard_writes(lambda: _append(run / "metrics.jsonl", line), run)
 
 
+def replace_metrics(run: Path, record: Record) -> None:
+    """As `append_metrics`, in place of a record of the same step that has the same things measured."""
+    own = record.keys() - {"step", "epoch"}
+    kept = [other for other in read_metrics(run) if other["step"] != record["step"] or not own <= other.keys()]
+    ckpt.guard_writes(lambda: _write(run / "metrics.jsonl", [*kept, record]), run)
+
+
 def _append(path: Path, line: str) -> None:
     with path.open("a") as file:
         file.write(line)
@@ -376,5 +383,8 @@ def read_metrics(run: Path) -> list[Record]:
 def _truncate(path: Path, step: int) -> None:
     """Drop records after `step`: they will be written again."""
     if path.exists():
-        kept = [record for record in read_metrics(path.parent) if record["step"] <= step]
-        ckpt.write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        _write(path, [record for record in read_metrics(path.parent) if record["step"] <= step])
+
+
+def _write(path: Path, records: Sequence[Record]) -> None:
+    ckpt.write_text(path, "".join(json.dumps(record) + "\n" for record in records))

@@ -167,9 +167,11 @@ def _not_finite(model: nn.Module, settings: Sampling) -> str:
     bad = [name for name, value in model.state_dict().items() if not _finite(value)]
     if bad:
         return f"the model has weights that are not finite ({bad[0]}): it makes no images; take an earlier checkpoint"
+    labelled = bool(settings.classes)
+    guidance, nearer = f"guidance {settings.guidance:g}, " * labelled, "guidance nearer to 1, " * labelled
     return (
-        f"samples are not finite with guidance {settings.guidance:g}, {settings.sampler}, {settings.steps} steps, clip "
-        f"{settings.clip}: try guidance nearer to 1, more steps, or clip True"
+        f"samples are not finite with {guidance}{settings.sampler}, {settings.steps} steps, clip {settings.clip}: try "
+        f"{nearer}more steps, or clip True"
     )
 
 

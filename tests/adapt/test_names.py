@@ -10,7 +10,8 @@ import torchvision
 from safetensors.torch import save_file
 
 import residua
-from residua.adapt import is_name, names, open_model
+from residua.adapt import encoder_of, is_name, names, open_model
+from residua.evaluate.cache import weights_hash
 
 VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "image_size": 16}
 DIT: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "sample_size": 8}
@@ -85,6 +86,16 @@ def test_transformers_from_a_folder(tmp_path: Path) -> None:
         assert torch.equal(other(x).last_hidden_state, wanted)
         fresh: Any = open_model(f"transformers:{tmp_path}", pretrained=False)
         assert not torch.equal(fresh(x).last_hidden_state, wanted)
+
+
+def test_transformers_without_a_pooler_has_the_same_features_every_time(tmp_path: Path) -> None:
+    """A pooler that the weights do not bring is left out, not drawn at random: it would change the cache's key."""
+    transformers = pytest.importorskip("transformers")
+    plain = transformers.ViTModel(transformers.ViTConfig(**VIT, patch_size=4), add_pooling_layer=False)
+    plain.save_pretrained(tmp_path)
+    for weights in (None, tmp_path / "model.safetensors"):
+        models = [open_model(f"transformers:{tmp_path}", weights) for _ in range(2)]
+        assert len({weights_hash(encoder_of(model)) for model in models}) == 1
 
 
 def test_transformers_of_a_type() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import residua
 from residua.anatomy import Block, NotDifferentiable, alignment, dense_jacobian, jacobian, jacobian_svd, measure
 from residua.anatomy.network import bind, block_of
+from residua.nn.stream import Step
 
 
 @pytest.fixture
@@ -130,6 +131,11 @@ def test_wrong_inputs(vit) -> None:
     with pytest.raises(ValueError, match=r"no residual blocks found.* x \+ F\(x\)"):
         alignment(torch.nn.Linear(2, 2), torch.randn(1, 2))
     net = residua.create_model("resnet18", img_size=8, num_classes=3, width=4)
+    post = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    with pytest.raises(ValueError, match=r"cannot be read as x \+ F\(x\): .*post-norm"):
+        alignment(post, torch.randn(1, 5, 8))
+    with pytest.raises(ValueError, match=r"0.mlp: its sum passes through a norm .*\(post-norm\)"):
+        block_of(Step("0.mlp", nn.Identity(), torch.ones(()), after=nn.LayerNorm(8), input=torch.randn(1, 5, 8)))
     with pytest.raises(ValueError, match="token 0 was asked for"):
         alignment(net, torch.randn(1, 3, 8, 8), token=0)
     with pytest.raises(ValueError, match="token 5 was asked for; there are 5, 0 to 4"):

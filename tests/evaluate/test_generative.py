@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -320,6 +321,36 @@ def test_a_run_stands_for_its_samples_and_its_images(script: Path, tmp_path: Pat
     (run / "config.yaml").unlink()
     assert cli.main(args) == 2
     assert "give --reference" in capsys.readouterr().err
+
+
+def test_a_run_whose_autoencoder_has_moved(script: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    from residua.data import Preprocessing, autoencoder
+    from residua.nn.diffusion import VP
+
+    space = autoencoder.LatentSpace("gone", 3, 2, 1.0, 0.0, "hash")
+
+    class Doubling:
+        def __init__(self, name: str) -> None:
+            if name != "moved":
+                raise DataError(f"there is no autoencoder at {name}")
+            self.space = replace(space, name=name)
+
+        def to(self, device: object) -> "Doubling":
+            return self
+
+        def decode(self, x: Tensor) -> Tensor:
+            return nn.functional.interpolate(x, scale_factor=2.0)
+
+    monkeypatch.setattr(autoencoder, "_open", Doubling)
+    model = create_model("uvit", img_size=4, patch_size=2, embed_dim=16, depth=2, num_heads=2)
+    model.process, model.preprocessing, model.autoencoder = VP(), Preprocessing((8, 8), (0.5,) * 3, (0.5,) * 3), space
+    write_checkpoint(tmp_path / "run", 1, model, {})
+    (tmp_path / "run" / "config.yaml").write_text("data: {data: 'shapes?n=20&size=12&test=4', img_size: 8}\n")
+    args = ["score", str(tmp_path / "run"), "-n", "6", "--extractor", str(script), "--no-cache", "--device", "cpu"]
+    assert cli.main(args) == 2
+    assert "no autoencoder at gone" in capsys.readouterr().err
+    assert cli.main([*args, "--latents", "moved"]) == 0
+    assert "6 images of 8 x 8 px" in " ".join(capsys.readouterr().out.split())
 
 
 def test_samples_that_are_missing_are_noted(samples: Path, script: Path, tmp_path: Path, capsys) -> None:

@@ -1,5 +1,6 @@
 """Small runs, trained far enough that every branch matters."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "train"))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "train")]
 
 import drive
 
+from residua.export import export
+
 TRAINED = {"steps": 30, "lr": 5e-3, "ema": None, "checkpoint_every": 30, "data": "shapes?n=64&size=16&test=20"}
+EVALUATION = {
+    "data": "shapes?n=64", "readout": "tokens", "layers": [3], "img_size": [16, 16], "n_train": 64, "n_test": 20,
+    "test": "test split", "seed": 0,
+    "scores": [{"metric": "kNN", "subject": "model", "layer": 3, "value": 61.5, "unit": "%",
+                "settings": {"k": 20, "T": 0.07}},
+               {"metric": "kNN", "subject": "pixels", "layer": -1, "value": 1.25, "unit": "%",
+                "settings": {"k": 20, "T": 0.07}}],
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +49,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return out
 
     return run
+
+
+@pytest.fixture(scope="session")
+def plain_hub(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    out = tmp_path_factory.mktemp("hub") / "tiny"
+    (runs("plain") / "evaluation.json").write_text(json.dumps(EVALUATION))
+    return export(runs("plain"), "hub", out, license="mit")
 
 
 def _train(name: str, out: Path, run: Any) -> None:

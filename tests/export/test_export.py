@@ -1,6 +1,5 @@
-"""What stock libraries load computes what the model computes, in processes that do not know this package."""
+"""Programs, plain weights and Hub folders, in processes that do not know this package; checks and refusals."""
 
-import copy
 import json
 import re
 import shutil
@@ -10,206 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
+from helpers import apart, photo, small_vit
 
 import residua
-from residua.adapt import encoder_of as encode
-from residua.adapt.encoder import open_encoder
 from residua.cli import main
 from residua.data import Preprocessing
-from residua.export import ExportError, export, graph, hub, stock
-from residua.export.clean import CHECKER, Export, check, real_images, relative
-from residua.export.fold import fold_vit, single_eps_difference
-from residua.nn import encoder_of
-
-
-def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return relative(a.detach(), b.detach())
-
-
-def photo() -> Image.Image:
-    """Twice as wide as high, so that cropping shows."""
-    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 128, 3), np.uint8)).resize((48, 24))
-
-
-# ---------------------------------------------------------------- folded weights in stock libraries
-
-
-@pytest.fixture(scope="module")
-def plain_hub(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    out = tmp_path_factory.mktemp("hub") / "tiny"
-    (runs("plain") / "evaluation.json").write_text(json.dumps(EVALUATION))
-    return export(runs("plain"), "hub", out, license="mit")
-
-
-EVALUATION = {
-    "data": "shapes?n=64", "readout": "tokens", "layers": [3], "img_size": [16, 16], "n_train": 64, "n_test": 20,
-    "test": "test split", "seed": 0,
-    "scores": [{"metric": "kNN", "subject": "model", "layer": 3, "value": 61.5, "unit": "%",
-                "settings": {"k": 20, "T": 0.07}},
-               {"metric": "kNN", "subject": "pixels", "layer": -1, "value": 1.25, "unit": "%",
-                "settings": {"k": 20, "T": 0.07}}],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("target", ["timm", "transformers"])
-def test_a_decayed_encoder_without_final_norm(runs: Any, tmp_path: Path, target: str) -> None:
-    result = export(runs("ushape"), target, tmp_path / "out")
-    ((written, checked),) = result.exports
-    assert result.largest < 1e-5
-    assert 0 < result.rounding < 1e-5
-    assert "test images of shapes?n=64" in result.images
-    assert set(checked.differences["tokens"]) == {1, 7, 14}
-    assert checked.versions[target]
-    assert len(written.snippet.splitlines()) == 3
-
-
-def test_a_decayed_encoder_with_final_norm(plain_hub: Any) -> None:
-    """Stock timm needs no word about the eps here; transformers lies in a folder of its own."""
-    assert [written.target for written, _ in plain_hub.exports] == ["timm", "transformers"]
-    assert plain_hub.largest < 1e-5
-    assert "norm_layer" not in plain_hub.exports[0][0].snippet
-
-
-@pytest.mark.parametrize("name", ["ushape", "plain"])
-@torch.no_grad()
-def test_the_runs_would_show_a_wrong_fold(runs: Any, name: str) -> None:
-    """Their branches and their decay matter: without either, features are others."""
-    model: Any = residua.load(runs(name))
-    images, _ = real_images(runs(name), model.preprocessing)
-    tokens = model.encoder(images)
-    assert model.encoder.shortcut.alpha.min() == pytest.approx(0.6)
-    faded = residua.unfade(residua.load(runs(name)))
-    assert apart(tokens, encoder_of(faded)(images)) > 1e-2
-    for block in model.encoder.blocks:
-        block.attn.proj.weight.zero_()
-        block.mlp.fc2.weight.zero_()
-    assert apart(tokens, model.encoder(images)) > 1e-2
-
-
-@torch.no_grad()
-def test_timms_own_eps_is_wrong_without_final_norm(runs: Any, tmp_path: Path) -> None:
-    import timm
-
-    model: Any = residua.load(runs("ushape"))
-    images, _ = real_images(runs("ushape"), model.preprocessing)
-    written = stock.to_timm(model, tmp_path, images, repr(f"local-dir:{tmp_path}"))
-    default = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    scope: dict[str, Any] = {"images": images}
-    exec(written.snippet, scope)
-    told, untold = apart(model.encoder(images), scope["tokens"]), apart(
-        model.encoder(images), default.forward_features(images)
-    )  # fmt: skip
-    assert told < 1e-5 < 1e-4 < untold
-    assert "must be told the eps" in written.notes[0]
-
-
-def test_the_whole_autoencoder(runs: Any, tmp_path: Path) -> None:
-    result = export(runs("plain"), "transformers-mae", tmp_path / "out")
-    assert result.largest < 1e-5
-    assert "predicted patches" in result.exports[0][1].differences
-    with pytest.raises(ExportError, match="no U-shaped decoder: --to transformers"):
-        export(runs("ushape"), "transformers-mae", tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-
-
-@torch.no_grad()
-def test_classifiers(runs: Any, tmp_path: Path) -> None:
-    assert export(runs("patches"), "timm", tmp_path / "timm").largest < 1e-5
-    from transformers import AutoModelForImageClassification
-
-    model: Any = residua.load(runs("cls"))
-    images, _ = real_images(runs("cls"), model.preprocessing)
-    stock.to_transformers(model, tmp_path, images, repr(str(tmp_path)))
-    theirs = AutoModelForImageClassification.from_pretrained(tmp_path).eval()
-    assert apart(model(images), theirs(images).logits) < 1e-5
-    assert [theirs.config.id2label[i] for i in range(len(model.classes))] == model.classes
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("height", "width", "channels"), [(16, 24, 3), (16, 16, 1), (16, 16, 4)])
-def test_other_shapes_of_images(tmp_path: Path, height: int, width: int, channels: int) -> None:
-    import timm
-    from transformers import AutoModel
-
-    model = residua.create_model(
-        "vit", img_size=(height, width), patch_size=8, in_chans=channels, embed_dim=24, depth=2, num_heads=2,
-        mlp_ratio=2, alpha_min=0.5,
-    ).eval()  # fmt: skip
-    images = torch.rand(2, channels, height, width)
-    stock.to_timm(model, tmp_path, images, "")
-    theirs: Any = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
-    assert apart(model(images), theirs.forward_features(images)) < 1e-5
-    stock.to_transformers(model, tmp_path, images, "")
-    theirs = AutoModel.from_pretrained(tmp_path, add_pooling_layer=False).eval()
-    assert apart(model(images), theirs(images).last_hidden_state) < 1e-5
-
-
-def test_one_eps_is_not_enough_for_a_short_stream(runs: Any, tmp_path: Path) -> None:
-    """Then every norm is told its own, and the difference is rounding again."""
-    model: Any = residua.load(runs("timm"))
-    encoder = copy.deepcopy(model.encoder).double()
-    images, _ = real_images(runs("timm"), model.preprocessing)
-    folded = fold_vit(encoder)
-    assert single_eps_difference(encoder, folded, images.double()) > 1e-4
-    assert single_eps_difference(encoder, replace(folded, eps=1e-6), images.double()) > 1e-4
-    result = export(runs("timm"), "timm", tmp_path / "timm")
-    assert result.largest < 1e-5
-    assert len(result.exports[0][0].loading.splitlines()) == 3
-    assert "an eps of its own" in result.exports[0][0].notes[0]
-    written = stock.to_transformers(model, tmp_path, images, repr(str(tmp_path)))
-    assert apart(model.encoder(images), run_here(written, images)) < 1e-5
-    for folder in (tmp_path / "timm" / "model.safetensors", tmp_path):  # our reader gives each its eps, too
-        tokens: dict[str, torch.Tensor] = {}
-        encoder_of(residua.load(folder)).forward_features(images, tokens.__setitem__)
-        assert apart(model.encoder(images), list(tokens.values())[-1]) < 1e-5
-
-
-def run_here(written: Export, images: torch.Tensor) -> torch.Tensor:
-    scope: dict[str, Any] = {"images": images}
-    with torch.no_grad():
-        exec(written.snippet, scope)
-    return scope["tokens"]
-
-
-# more than a plain ViT: two class tokens; registers and no final norm; layer scale and positions for patches alone
-@pytest.mark.parametrize(
-    "name", ["deit_tiny_distilled_patch16_224", "vit_wee_patch16_reg1_gap_256", "deit3_small_patch16_224"]
-)
-@pytest.mark.parametrize("final_norm", [True, False])
-@torch.no_grad()
-def test_encoders_of_timm(name: str, final_norm: bool, tmp_path: Path) -> None:
-    encoder = open_encoder(f"timm:{name}", img_size=16, patch_size=8, final_norm=final_norm, alpha_min=0.6).eval()
-    for p in encoder.parameters():
-        p.add_(torch.randn_like(p) * 0.1)
-    images = torch.randn(2, 3, 16, 16)
-    written = stock.to_timm(encoder, tmp_path, images, repr(f"local-dir:{tmp_path}"))
-    assert apart(encoder(images), run_here(written, images)) < 1e-5
-    with pytest.raises(ExportError, match=f"no place for all that timm:{name} has"):
-        stock.to_transformers(encoder, tmp_path, images, "")
-
-
-def test_models_of_other_libraries_stay_there(tmp_path: Path) -> None:
-    import timm
-
-    for model in ("timm:test_vit", timm.create_model("test_vit")):
-        with pytest.raises(ExportError, match="its own library's model already"):
-            export(model, "onnx", tmp_path / "out")
-
-
-def test_torchvision(runs: Any, tmp_path: Path) -> None:
-    result = export(runs("resnet"), "torchvision", tmp_path / "out")
-    assert result.largest < 1e-5
-    assert "maxpool" in result.exports[0][0].snippet  # the stem of small images
-    with pytest.raises(ExportError, match="starts with 64 channels, this one with 8"):
-        export(residua.create_model("resnet18", img_size=32, width=8), "torchvision", tmp_path / "narrow")
-    with pytest.raises(ExportError, match=r"timm has no network like this ResNet: --to torchvision"):
-        export(runs("resnet"), "timm", tmp_path / "timm")
-
+from residua.export import ExportError, export, graph, hub
+from residua.export.clean import CHECKER, Export, check, real_images
 
 # ---------------------------------------------------------------- programs and plain weights
 
@@ -260,79 +69,6 @@ def test_safetensors_is_our_own_file(runs: Any, tmp_path: Path) -> None:
     before, after = residua.load(runs("ushape")), residua.load(tmp_path / "out")
     for name, value in before.state_dict().items():
         assert torch.equal(value, after.state_dict()[name]), name
-
-
-# ---------------------------------------------------------------- preprocessing and ways back
-
-
-def test_preprocessing_goes_along(plain_hub: Any, runs: Any) -> None:
-    import timm
-    from transformers import AutoImageProcessor
-
-    pre = residua.load(runs("plain")).preprocessing
-    model = timm.create_model(f"local-dir:{plain_hub.out}", pretrained=True)
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-    processor = AutoImageProcessor.from_pretrained(plain_hub.out / "transformers")
-    ours = pre(photo())
-    for theirs in (transform(photo()), processor(photo(), return_tensors="pt").pixel_values[0]):
-        assert theirs.shape == ours.shape
-        assert (theirs - ours).abs().mean() < 1 / 255 / min(pre.std)  # a grey level: they round resized pixels
-
-
-@torch.no_grad()
-def test_what_was_exported_comes_back(plain_hub: Any, runs: Any, tmp_path: Path) -> None:
-    """Our reader of foreign weights takes the folded ones; the hub folder gives the model itself."""
-    model: Any = residua.load(runs("plain"))
-    images, _ = real_images(runs("plain"), model.preprocessing)
-    tokens = model.encoder(images)
-    for path in (plain_hub.out / "transformers", plain_hub.out / "model.safetensors"):
-        assert apart(tokens, encoder_of(residua.load(path))(images)) < 1e-5
-    whole: Any = residua.load(plain_hub.out)
-    assert torch.equal(whole.encoder(images), tokens)
-    assert whole.preprocessing == model.preprocessing
-    assert whole.decoder.kind == "plain"
-
-
-@pytest.mark.parametrize("target", ["timm", "transformers"])
-def test_a_folder_brings_its_preprocessing(tmp_path: Path, target: str) -> None:
-    """Also the crop, which transformers' processor has rounded to whole pixels."""
-    model: Any = small_vit()
-    model.preprocessing = Preprocessing((16, 16), (0.3, 0.4, 0.5), (0.2, 0.3, 0.25), crop_pct=0.7)
-    export(model, target, tmp_path / "out")
-    by_name = {"timm": "timm:local-dir:", "transformers": "transformers:"}[target]
-    for name in (str(tmp_path / "out"), f"{by_name}{tmp_path / 'out'}"):
-        loaded: Any = residua.load(name)
-        assert loaded.preprocessing == model.preprocessing
-
-
-@pytest.mark.parametrize("name", ["ushape", "timm"])
-@pytest.mark.parametrize("target", ["timm", "transformers"])
-@torch.no_grad()
-def test_an_export_without_final_norm_opens_with_its_norms(runs: Any, tmp_path: Path, name: str, target: str) -> None:
-    """By its library's name and by ours: one eps or each its own (the run around timm), and no norm at the end."""
-    model: Any = residua.load(runs(name))
-    images, _ = real_images(runs(name), model.preprocessing)
-    out = tmp_path / "out"
-    export(runs(name), target, out)
-    assert ("layer_norm_eps_of_each" in json.loads((out / "config.json").read_text())) == (name == "timm")
-    by_name = {"timm": "timm:local-dir:", "transformers": "transformers:"}[target]
-    for place in (str(out), f"{by_name}{out}"):
-        assert apart(model.encoder(images), encode(residua.load(place))(images)) < 1e-5
-
-
-def small_vit(img_size: tuple[int, int] = (16, 16)) -> Any:
-    return residua.create_model(
-        "vit", img_size=img_size, patch_size=8, embed_dim=24, depth=2, num_heads=2, mlp_ratio=2, alpha_min=0.5
-    ).eval()
-
-
-def test_the_stretching_of_transformers_is_said(tmp_path: Path) -> None:
-    model = small_vit((16, 24))
-    model.preprocessing = Preprocessing((16, 24), (0.5,) * 3, (0.5,) * 3, crop_pct=0.9)
-    notes = export(model, "transformers", tmp_path / "out").exports[0][0].notes
-    assert any("stretches whole images to 16 x 24" in note and "0.9" in note for note in notes)
-    loaded: Any = residua.load(f"transformers:{tmp_path / 'out'}")
-    assert loaded.preprocessing == model.preprocessing
 
 
 # ---------------------------------------------------------------- the Hub

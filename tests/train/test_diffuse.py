@@ -345,6 +345,24 @@ def test_the_command_trains_shows_samples_and_measures(tmp_path: Path, capsys: p
 
 
 @pytest.mark.usefixtures("colours")
+def test_a_finished_run_has_one_last_fid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Resumed, it is measured again: the same, or by other samples another value in its place."""
+    small_diffusion(tmp_path / "unused").save(tmp_path / "settings.yaml")
+    run = tmp_path / "run"
+    args = ["diffuse", str(tmp_path / "settings.yaml"), "--out", str(run), *MEASURED]
+    assert cli.main([*args, "--fid-samples", "30"]) == 0, capsys.readouterr().err
+    before = read_metrics(run)
+    resumed = ["diffuse", "--out", str(run), "--resume", "--cpu"]
+    assert cli.main(resumed) == 0, capsys.readouterr().err
+    assert read_metrics(run) == before
+    assert cli.main([*resumed, "--fid-samples", "20"]) == 0, capsys.readouterr().err
+    *others, last = read_metrics(run)
+    assert others == before[:-1]
+    assert last.keys() == before[-1].keys()
+    assert last["eval/fid"] != before[-1]["eval/fid"]
+
+
+@pytest.mark.usefixtures("colours")
 def test_fewer_samples_than_dimensions_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_diffusion(tmp_path / "unused", conditional=False).save(tmp_path / "settings.yaml")
     args = ["diffuse", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "run"), *MEASURED]

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,17 @@ def test_starting_from_other_weights(finished: Path, tmp_path: Path) -> None:
     assert float(own["encoder.shortcut.alpha"][-1]) == pytest.approx(0.9)
     with pytest.raises(CheckpointError):
         prepare(small(init=str(tmp_path / "nothing")))
+
+
+def test_what_is_left_of_other_weights_is_said(tmp_path: Path) -> None:
+    pretrain(small(tmp_path / "plain", steps=1, decoder="plain"))
+    with pytest.warns(UserWarning, match="encoder taken, but for its final norm; its decoder is of another kind"):
+        session = prepare(small(init=str(tmp_path / "plain")))
+    loaded: Any = residua.load(tmp_path / "plain")
+    assert torch.equal(session.model.encoder.cls_token, loaded.encoder.cls_token)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        prepare(small(init=str(tmp_path / "plain"), decoder="plain"))
 
 
 def test_a_dry_run_estimates_and_writes_nothing(tmp_path: Path) -> None:

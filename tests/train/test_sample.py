@@ -156,6 +156,10 @@ def test_samples_that_are_not_finite_are_refused(precision: Any, tmp_path: Path)
     next(model.parameters()).data.copy_(good)
     with pytest.raises(ValueError, match=r"not finite with guidance 1e\+38.*try"):
         residua.sample(model, 2, steps=2, guidance=1e38, clip=False, precision=precision)
+    unconditional = network()
+    unconditional.patch_embed.proj.weight.data.fill_(1e38)
+    with pytest.raises(ValueError, match=r"not finite with dpm-solver, 2 steps, clip False: try more steps, or clip"):
+        residua.sample(unconditional, 2, steps=2, clip=False, precision=precision)
     for guidance in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="guidance"):
             residua.sample(model, 2, steps=2, guidance=guidance)

@@ -227,6 +227,13 @@ def test_the_command_writes_what_score_reads(run: Path, tmp_path: Path, capsys: 
     assert len(list((run / "samples").rglob("*.png"))) == 4
 
 
+def test_the_command_speaks_of_guidance_where_there_are_classes(run: Path, tmp_path: Path, capsys: Any) -> None:
+    write_checkpoint(tmp_path / "unconditional", 1, network(), {})
+    for model, says in ((run, "2 steps, guidance 1, seed 0)"), (tmp_path / "unconditional", "2 steps, seed 0)")):
+        assert cli.main(["sample", str(model), "-n", "1", "--steps", "2", "--device", "cpu"]) == 0
+        assert says in capsys.readouterr().out
+
+
 def test_each_kind_of_samples_has_a_folder_of_its_own(run: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     shutil.copytree(run, mine, ignore=shutil.ignore_patterns("samples"))
