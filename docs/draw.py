@@ -35,6 +35,11 @@ RUNS = {
         "alpha_min 0.8": "tiny-imagenet-22k-alpha-0.8-seed-0",
         "annealed to 0.7": "tiny-imagenet-22k-anneal-0.7-seed-0",
     },
+    "tiny-imagenet-xavier": {
+        "alpha_min 1.0": "tiny-imagenet-22k-xavier-alpha-1.0-seed-0",
+        "alpha_min 0.8": "tiny-imagenet-22k-xavier-alpha-0.8-seed-0",
+        "alpha_min 0.7": "tiny-imagenet-22k-xavier-alpha-0.7-seed-0",
+    },
     "tiny-imagenet-batch-64": {
         "alpha_min 1.0": "tiny-imagenet-batch-64-alpha-1.0-lr-1.5e-4-seed-0",
         "alpha_min 0.8": "tiny-imagenet-batch-64-alpha-0.8-lr-1.5e-4-seed-0",
@@ -44,15 +49,25 @@ RUNS = {
         "alpha_min 1.0": "cifar100-diffusion-8k-alpha-1.0-seed-0",
         "alpha_min 0.7": "cifar100-diffusion-8k-alpha-0.7-seed-0",
     },
+    "cifar100-diffusion-seed-1": {
+        "alpha_min 1.0": "cifar100-diffusion-8k-alpha-1.0-seed-1",
+        "alpha_min 0.7": "cifar100-diffusion-8k-alpha-0.7-seed-1",
+    },
 }
 """Prefix of the figures -> label -> record of the run."""
-METRICS = {"demo": ("linear probe", "entropy rank"), "tiny-imagenet": ("linear probe", "kNN", "entropy rank")}
+METRICS = {
+    "demo": ("linear probe", "entropy rank"),
+    "tiny-imagenet": ("linear probe", "kNN", "entropy rank"),
+    "tiny-imagenet-xavier": ("linear probe", "kNN", "entropy rank"),
+}
 """Scores drawn by block, from evaluation.json."""
 GAINS = {"eval/linear_probe": "gain in linear probe", "eval/kNN": "gain in kNN"}
 ALONG = {
     "tiny-imagenet": GAINS,
+    "tiny-imagenet-xavier": GAINS,
     "tiny-imagenet-batch-64": GAINS,
     "cifar100-diffusion": {"loss": "training loss"},
+    "cifar100-diffusion-seed-1": {"loss": "training loss", "eval/fid": "FID (2,500 samples)"},
 }
 """What is drawn along training, from metrics.jsonl."""
 SMOOTH = 10  # neighbouring losses whose mean is a point of a curve
@@ -108,7 +123,7 @@ def norms(file: Path, out: Path) -> Path:
 
 
 def by_block(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
-    """Scores by block, beside the baselines of the first run."""
+    """Scores by block, beside the baselines of the first run where it has them."""
     drawn: list[Path] = []
     if prefix not in METRICS:
         return drawn
@@ -117,8 +132,8 @@ def by_block(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
     first = next(iter(reports.values()))
     for metric in METRICS[prefix]:
         curves = {label: by_depth(report, metric) for label, report in reports.items()}
-        pixels = next(iter(by_depth(first, metric, "pixels").values()))
-        baselines = {"random init": by_depth(first, metric, "random init"), "pixels": pixels}
+        random, pixels = by_depth(first, metric, "random init"), by_depth(first, metric, "pixels")
+        baselines = {"random init": random, "pixels": next(iter(pixels.values()))} if pixels else {}
         unit = "nats" if metric == "entropy rank" else "%"
         drawn.append(save(figures.depth_curves(metric, curves, baselines, unit), out / f"{prefix}-{slug(metric)}.png"))
     return drawn
@@ -135,11 +150,13 @@ def by_noise(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
 
 
 def along(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
-    """Losses after the warm-up, or gains in a score over the first run, while training."""
+    """Losses after the warm-up, scores, or gains in a score over the first run, while training."""
     drawn = []
     for key, metric in ALONG.get(prefix, {}).items():
         if key == "loss":
             curves, unit = {label: [_losses(folder)] for label, folder in folders.items()}, ""
+        elif key not in GAINS:
+            curves, unit = {label: [_scores(folder, key)] for label, folder in folders.items()}, ""
         else:
             first, *others = (_scores(folder, key) for folder in folders.values())
             gains = ([{epoch: scores[epoch] - first[epoch] for epoch in first}] for scores in others)
@@ -155,7 +172,7 @@ def _scores(run: Path, key: str) -> dict[float, float]:
 
 def _losses(run: Path) -> dict[float, float]:
     """Epoch -> mean loss of the records before it, without the first fifth."""
-    rows = read_metrics(run)
+    rows = [row for row in read_metrics(run) if "loss" in row]
     rows = rows[len(rows) // 5 :]
     parts = [rows[i : i + SMOOTH] for i in range(0, len(rows) - SMOOTH + 1, SMOOTH)]
     return {part[-1]["epoch"]: fmean(row["loss"] for row in part) for part in parts}
