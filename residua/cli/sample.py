@@ -59,17 +59,34 @@ class SampleOptions:
 def sample(args: list[str]) -> None:
     """Make images."""
     o = tyro.cli(SampleOptions, args=args, prog="residua sample")
-    out = make(o)
-    if out is not None and not _is_picture(out):
-        say(f"score:    residua score {out} --reference {shlex.quote(_trained_on(o.model))}")
+    planned = plan(o)
+    pre = planned.model.preprocessing
+    if make(o, planned) and not _is_picture(planned.out) and pre.in_chans in (1, 3):
+        out, data = (shlex.quote(text) for text in (str(planned.out), _trained_on(o.model)))
+        side = " ".join(map(str, dict.fromkeys(pre.img_size)))  # once where height and width are the same
+        say(f"score:    residua score {out} --reference {data} --img-size {side}")
 
 
-def make(o: SampleOptions) -> Path | None:
-    """Make the images asked for, or those of them that are missing; where they are, for the process that says so."""
+@dataclass(frozen=True)
+class Plan:
+    """Samples of which everything is known but the pixels."""
 
+    model: Any
+    settings: Any
+    """Checked: a `residua.train.sample.Sampling`."""
+    out: Path
+    about: dict[str, Any]
+    device: Any
+    accelerator: Any
+
+
+def plan(o: SampleOptions) -> Plan:
+    """Check and choose everything before anything is made."""
+
+    from residua.data.autoencoder import open_autoencoder
     from residua.train import checkpoint as ckpt
     from residua.train.sample import Sampling, attach_autoencoder, check_sampling
-    from residua.train.samplefiles import describe, hash_weights, write_samples
+    from residua.train.samplefiles import describe, hash_weights
 
     model = ckpt.load(o.model, ema=o.ema)
     asked = Sampling(o.sampler, o.steps, o.guidance, o.classes, o.seed, o.spacing, o.clip, o.precision, o.compile)
@@ -82,29 +99,39 @@ def make(o: SampleOptions) -> Path | None:
         device = accelerator.device
     if o.latents:
         attach_autoencoder(model, o.latents, device)
+    elif (space := getattr(model, "autoencoder", None)) is not None:
+        open_autoencoder(space, device)  # whether it is there, before the first samples want it
     settings = check_sampling(model, asked, device)
-    main = accelerator is None or accelerator.is_main_process
     weights = ckpt.weights_file(Path(o.model).expanduser(), ema=o.ema).resolve()
     about = {"checkpoint": str(weights), "weights": hash_weights(model)}
     out = Path(o.out).expanduser() if o.out else _default_out(o, weights, describe(model, settings, o.n) | about)
+    return Plan(model, settings, out, about, device, accelerator)
+
+
+def make(o: SampleOptions, planned: Plan) -> bool:
+    """Make the images asked for, or those of them that are missing; whether this process is the one that speaks."""
+    from residua.train.samplefiles import unfinished, write_samples
+
+    out, settings, accelerator = planned.out, planned.settings, planned.accelerator
+    main = accelerator is None or accelerator.is_main_process
     columns = (TextColumn("{task.percentage:3.0f} %"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not (main and console.is_terminal)) as bar:
         task = bar.add_task("", total=o.n)
         try:
             write_samples(
-                model, out, o.n, settings, about=about, batch_size=o.batch_size, device=device,
-                accelerator=accelerator, progress=lambda done, total: bar.update(task, completed=done),
+                planned.model, out, o.n, settings, about=planned.about, batch_size=o.batch_size,
+                device=planned.device, accelerator=accelerator,
+                progress=lambda done, total: bar.update(task, completed=done),
             )  # fmt: skip
         except KeyboardInterrupt:
-            if main and not _is_picture(out):
-                note(f"stopped; what is finished stays at {out}, and the same command goes on from there")
+            if main and not _is_picture(out) and unfinished(out).is_dir():
+                note(f"stopped; what is finished waits in {unfinished(out)}, and the same command goes on from there")
             raise
         bar.update(task, completed=o.n)
-    if not main:
-        return None
-    guidance = f", guidance {o.guidance:g}" if settings.classes else ""
-    say(f"{o.n:,} samples ({settings.sampler}, {settings.steps} steps{guidance}, seed {o.seed}): {out}")
-    return out
+    if main:
+        guidance = f", guidance {o.guidance:g}" if settings.classes else ""
+        say(f"{o.n:,} samples ({settings.sampler}, {settings.steps} steps{guidance}, seed {o.seed}): {out}")
+    return main
 
 
 def _default_out(o: SampleOptions, weights: Path, made: dict[str, Any]) -> Path:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, arg
 
 from .console import console, device_of, img_size, note
+
+if TYPE_CHECKING:
+    from residua.evaluate.generative import Planned
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class ScoreOptions:
     """The same of real images; or a .npz file of statistics (mu, sigma), for FID alone. Default for a run: what it was
     trained on."""
     n: Annotated[int, arg(aliases=["-n"])] = 10_000
-    """Samples of a run."""
+    """Samples of a run: images 0 to n - 1."""
     latents: str | None = None
     """Of a run in latents: where its autoencoder lies now, by name or folder; default: where it was."""
     fid: bool = False
@@ -46,7 +49,8 @@ class ScoreOptions:
     reference_split: Literal["train", "test"] | None = None
     """Which images of the reference; default: all of a folder without train folder, else train."""
     img_size: tuple[int, ...] = ()
-    """Bring all images to SIDE, or HEIGHT WIDTH, first: central part, antialiased; default: as they are."""
+    """Bring all images to SIDE, or HEIGHT WIDTH, first: central part, antialiased; default: as they are, for a run the
+    size of its samples."""
     limit: int | None = None
     """Use at most so many samples."""
     reference_limit: int | None = None
@@ -82,13 +86,18 @@ def score(args: list[str]) -> None:
     from residua.evaluate import FeatureCache
     from residua.evaluate.generative import score
 
-    o = _ready(tyro.cli(ScoreOptions, args=args, prog="residua score"))
-    where = _out(o)
+    o = tyro.cli(ScoreOptions, args=args, prog="residua score")
+    reference, size = _reference(o), img_size(o.img_size)
+    samples: str | Planned = o.samples
+    if _is_run(o.samples):
+        samples, own = _planned(o)
+        size = size or own
+    where = _out(o.out, samples)
     cache = FeatureCache(o.cache_dir or cache_dir() / "references", note) if o.cache else None
     asked = {"fid": o.fid, "kid": o.kid, "prc": o.prc}
     result = score(
-        o.samples, str(o.reference), metrics=[m for m, on in asked.items() if on] or ["fid"],  # type: ignore[misc]
-        extractor=o.extractor, weights=o.weights, readout=o.readout, layer=o.layer, img_size=img_size(o.img_size),
+        samples, reference, metrics=[m for m, on in asked.items() if on] or ["fid"],  # type: ignore[misc]
+        extractor=o.extractor, weights=o.weights, readout=o.readout, layer=o.layer, img_size=size,
         split=o.split, reference_split=o.reference_split, limit=o.limit, reference_limit=o.reference_limit, k=o.k,
         subsets=o.subsets, subset_size=o.subset_size, seed=o.seed, batch_size=o.batch_size, bf16=o.bf16,
         on_bad_image=o.on_bad_image, cache=cache, progress=_progress,
@@ -96,7 +105,7 @@ def score(args: list[str]) -> None:
     )  # fmt: skip
     if cache is not None and cache.read + cache.computed:
         console.print(f"reference: {'kept in' if cache.computed else 'read from'} {cache.folder}", markup=False)
-    result.notes += _missing(o.samples)
+    result.notes += _missing(samples if isinstance(samples, str) else str(samples.folder))
     console.print(result.table())
     for text in result.notes:
         note(text)
@@ -104,26 +113,43 @@ def score(args: list[str]) -> None:
         console.print(f"written: {result.save(where)}", markup=False)
 
 
-def _ready(o: ScoreOptions) -> ScoreOptions:
-    """With samples and reference in place, where a run stands for them."""
-    run = Path(o.samples).expanduser()
-    if not (run / "checkpoints").is_dir():
-        if o.reference is None:
-            raise ValueError(
-                f"{o.samples} is no run of residua diffuse, so give --reference: the real images to compare with, such "
-                "as --reference cifar10"
-            )
-        return o
-    from residua.train.options import read_flat, trained_on
+def _is_run(samples: str) -> bool:
+    return (Path(samples).expanduser() / "checkpoints").is_dir()
 
-    from .sample import SampleOptions, make
 
-    reference = o.reference or trained_on(o.samples)
-    if reference is None:
-        raise ValueError(f"{run} does not say what it was trained on: give --reference")
-    made = make(SampleOptions(o.samples, n=o.n, latents=o.latents, device=o.device))
-    size = o.img_size or (int(read_flat(run / "config.yaml")["img_size"]),)  # of the samples, so of the reference too
-    return replace(o, samples=str(made), reference=reference, limit=o.limit or o.n, img_size=size)
+def _reference(o: ScoreOptions) -> str:
+    """The one asked for, or what a run was trained on."""
+    from residua.train.options import trained_on
+
+    if o.reference is not None:
+        return o.reference
+    if not _is_run(o.samples):
+        raise ValueError(
+            f"{o.samples} is no run of residua diffuse, so give --reference: the real images to compare with, such "
+            "as --reference cifar10"
+        )
+    found = trained_on(o.samples)
+    if found is None:
+        raise ValueError(f"{o.samples} does not say what it was trained on: give --reference")
+    return found
+
+
+def _planned(o: ScoreOptions) -> tuple[Planned, tuple[int, int]]:
+    """The samples of a run, to be made when all else is in order, and their size."""
+    from residua.evaluate.generative import Planned
+    from residua.train.sample import check_numbers
+    from residua.train.samplefiles import check_place
+
+    from .sample import SampleOptions, make, plan
+
+    options = SampleOptions(o.samples, n=o.n, latents=o.latents, device=o.device)
+    check_numbers(o.n, 0, None)
+    planned = plan(options)
+    pre = planned.model.preprocessing
+    if pre.in_chans not in (1, 3):
+        raise ValueError(f"{o.samples} makes images of {pre.in_chans} channels; images to score have 1 or 3")
+    check_place(planned.out, planned.model)
+    return Planned(planned.out, o.n, lambda: make(options, planned)), pre.img_size
 
 
 def _missing(samples: str) -> list[str]:
@@ -138,12 +164,17 @@ def _missing(samples: str) -> list[str]:
     return [f"{path.name} was made for {n:,} images; {there:,} are there"]
 
 
-def _out(o: ScoreOptions) -> Path | None:
+def _out(given: str | None, samples: str | Planned) -> Path | None:
     """Where the JSON goes, looked at before the work starts."""
-    if o.out:
-        Path(o.out).parent.mkdir(parents=True, exist_ok=True)
-        return Path(o.out)
-    path = Path(o.samples.removeprefix("folder:")).expanduser()
+    if given:
+        out = Path(given).expanduser()
+        if out.is_dir():
+            raise ValueError(f"--out {out} is a folder: name the file to write, such as {out / 'score.json'}")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return out
+    if not isinstance(samples, str):
+        return samples.folder / "score.json"
+    path = Path(samples.removeprefix("folder:")).expanduser()
     if path.is_dir() and os.access(path, os.W_OK):
         return path / "score.json"
     if path.suffix.lower() in (".npz", ".npy") and os.access(path.parent, os.W_OK):

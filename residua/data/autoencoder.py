@@ -47,6 +47,11 @@ class Autoencoder:
         channels = _setting(config, "in_channels")
         if channels not in (None, COLOUR):
             raise DataError(f"the autoencoder {name} takes {channels}-channel images; expected one that takes {COLOUR}")
+        if any(_setting(config, f"latents_{what}") is not None for what in ("mean", "std")):
+            raise DataError(
+                f"the autoencoder {name} has a mean and a deviation for each channel of its latents (latents_mean, "
+                "latents_std), which Residua does not apply: choose another one"
+            )
         scale, shift = (_setting(config, f"{what}_factor") for what in ("scaling", "shift"))
         probe = torch.zeros(1, COLOUR, 64, 64, device=next(model.parameters()).device)
         self.model = model.eval().requires_grad_(False)

@@ -8,6 +8,7 @@ entropy_rank(feats.test.last), rankme(feats.test.last)
 
 from .attention_maps import attention_weights, class_attention
 from .cache import CacheError, FeatureCache
+from .diffusion import evaluate_diffusion
 from .dynamics import Dynamics, dynamics
 from .embed import embed
 from .features import extract, pixel_features
@@ -65,6 +66,7 @@ __all__ = [
     "embed",
     "entropy_rank",
     "evaluate",
+    "evaluate_diffusion",
     "extract",
     "few_shot_knn",
     "finetune",

@@ -1,6 +1,7 @@
 """Scores of generated images against real ones: FID, KID, precision and recall, in any network's features.
 
 result = score("folder:samples", "cifar100", metrics=("fid", "kid", "prc"))
+result = score(residua.sample(model, 5000), "cifar100")
 result = score(batches, "cifar100", about={"sampler": "DPM-Solver", "steps": 50})   # uint8 (B, 3, H, W), as made
 """
 
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from residua.data import DataError, Source, Splits
+from residua.data.arrays import ArraySource
 from residua.data.augment import ImgSize
 from residua.data.feed import OnBadImage
 
@@ -26,13 +29,21 @@ from .distributed import world
 from .extractor import Extractor, open_extractor
 from .features import Cache, open_cache, pick_split
 from .featureset import Readout
-from .fid import Statistics, check_neighbors, exact_float32, frechet_distance, kernel_distance, precision_recall
-from .pictures import Pictures, Split, made_by, open_images
-from .reading import frozen, undisturbed
-from .summary import Progress, Settings, Summary, published_statistics, summarize, summarize_batches
+from .fid import Statistics, check_neighbors, frechet_distance, kernel_distance, precision_recall
+from .pictures import Pictures, Split, made_by, open_images, open_samples
+from .summary import Progress, Settings, Summary, exactly, published_statistics, summarize, summarize_batches
 
 Metric = Literal["fid", "kid", "prc"]
 METRICS = ("fid", "kid", "prc")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Samples that are made when all else is found in order: images 0 to `count` - 1 of a folder."""
+
+    folder: Path
+    count: int
+    make: Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -105,10 +116,10 @@ class GenerativeReport:
 
 
 def score(
-    samples: str | Source | Iterable[Tensor],
-    reference: str | Source,
+    samples: str | Path | Source | Tensor | Planned | Iterable[Tensor],
+    reference: str | Path | Source,
     *,
-    metrics: Sequence[Metric] = ("fid",),
+    metrics: Metric | Sequence[Metric] = ("fid",),
     extractor: str | Extractor = "inception",
     weights: str | Path | None = None,
     readout: Readout = "tokens",
@@ -132,44 +143,55 @@ def score(
 ) -> GenerativeReport:
     """How far samples lie from real images, in the features of `extractor` (see `residua.evaluate.extractor`).
 
-    `samples` are a folder, a `.npz` or `.npy` file, a data source, or batches of uint8 (B, 3, H, W) as a model makes
-    them; `reference` is any of the first, or a `.npz` file of statistics (`mu`, `sigma`) where FID alone is asked for.
-    Images are compared at the size they have; `img_size` brings those of sources to another (see `Pictures`).
+    `samples` are a folder, a `.npz` or `.npy` file, a data source, what `residua.sample` returns, or batches of uint8
+    (B, 3, H, W) as a model makes them; `reference` is any of the first three, or a `.npz` file of statistics (`mu`,
+    `sigma`) where FID alone is asked for. Images are compared at the size they have; `img_size` brings all but batches
+    to another (see `Pictures`).
 
     `metrics`: "fid", "kid" (over `subsets` of `subset_size` images, drawn by `seed`) and "prc", precision and recall
-    with `k` neighbours. `limit` takes so many images, chosen by `seed`. `cache` is a folder that keeps what was
-    computed of the reference. `about` says how the samples came about and is printed beside the scores.
+    with `k` neighbours. `limit` takes so many images, chosen by `seed`, of batches the first. `cache` is a folder that
+    keeps what was computed of the reference. `about` says how the samples came about and is printed beside the scores.
 
     Convolutions and products are float32 proper unless `bf16`, sums float64. One process only.
     """
-    protocol = _Protocol(frozenset(metrics), k, subsets, subset_size, seed)
+    protocol = _Protocol(frozenset([metrics] if isinstance(metrics, str) else metrics), k, subsets, subset_size, seed)
     protocol.check()
+    for name, given in (("batch_size", batch_size), ("limit", limit)):
+        if given is not None and given < 1:
+            raise ValueError(f"{name} must be at least 1 image, got {given}")
     if world()[1] > 1:
         raise RuntimeError("score runs in one process; start it without a launcher")
-    ours = _pictures(samples, split, limit, seed, img_size) if isinstance(samples, str | Source) else samples
-    theirs = published_statistics(reference) or _pictures(reference, reference_split, reference_limit, seed, img_size)
-    if isinstance(ours, Pictures) and isinstance(theirs, Pictures) and "prc" in protocol.metrics:
-        check_neighbors(k, len(ours), len(theirs))
+    samples = str(samples) if isinstance(samples, Path) else samples
+    reference = str(reference) if isinstance(reference, Path) else reference
+    _told(samples)  # a damaged description is refused now
+    pictures = partial(_pictures, seed=seed, img_size=img_size)
+    ours = pictures(samples, split, limit) if isinstance(samples, str | Source | Tensor) else samples
+    theirs = published_statistics(reference) or pictures(reference, reference_split, reference_limit)
     net = extractor
     if isinstance(net, str):
         net = open_extractor(net, weights, readout=readout, layer=layer)
-    if isinstance(theirs, Statistics) and (protocol.features or not net.inception):
-        raise DataError(
-            f"{reference} holds a mean and a covariance of Inception's features: good for FID, nothing else"
-        )
+    protocol.check_counts(_count(ours, limit), _count(theirs))
+    if isinstance(theirs, Statistics):
+        _check_statistics(theirs, net, protocol, str(reference))
 
-    with frozen(net.module, device) as where, exact_float32(), undisturbed():
-        settings = Settings(where, batch_size, bf16, on_bad_image, progress)
+    computing = partial(exactly, net, device)
+    settings = partial(Settings, batch_size=batch_size, bf16=bf16, on_bad_image=on_bad_image, progress=progress)
+    with computing() as where:
         if isinstance(theirs, Pictures):  # first: it may be there already, and samples may take long to make
-            real = summarize(theirs, net, settings, features=protocol.features, cache=open_cache(cache))
+            real = summarize(theirs, net, settings(where), features=protocol.features, cache=open_cache(cache))
         else:
             real = Summary(Path(str(reference)).name, "", None, theirs)
+    if isinstance(ours, Planned):
+        ours.make()
+        ours = pictures(open_samples(ours.folder, ours.count), None, limit)
+    with computing() as where:
         if isinstance(ours, Pictures):
-            fake = summarize(ours, net, settings, features=protocol.features)
+            fake = summarize(ours, net, settings(where), features=protocol.features)
         else:
-            fake = summarize_batches(ours, net, settings, features=protocol.features)
+            fake = summarize_batches(_first(ours, limit), net, settings(where), features=protocol.features)
         scores = protocol.scores(fake, real, net.inception, where)
-    told = {**(made_by(samples) if isinstance(samples, str) else {}), **(about or {})}
+    told = _told(samples) | dict(about or {})
+    told |= {"n": fake.count} if "n" in told else {}  # which may be fewer than were made
     extracted = {"name": net.name, "dimensions": len(fake.statistics.mean), "precision": "bf16" if bf16 else "float32"}
     notes = [*net.notes, *_notes(fake, real, protocol), *_grey(ours), *_grey(theirs)]
     return GenerativeReport({**_about(fake), "made_by": told}, _about(real), extracted | net.identity, scores, notes)
@@ -197,6 +219,14 @@ class _Protocol:
         if self.subsets < 1 or self.subset_size < 2:
             raise ValueError(f"KID needs subsets of at least 2 images, got {self.subsets} of {self.subset_size}")
 
+    def check_counts(self, fake: int | None, real: int | None) -> None:
+        """Whether there are enough images, as far as their numbers are known."""
+        for what, count in (("samples", fake), ("images of the reference", real)):
+            if count is not None and count < 2:
+                raise ValueError(f"{what}: a covariance needs at least 2 images, got {count}")
+        if "prc" in self.metrics and fake is not None and real is not None:
+            check_neighbors(self.k, fake, real)
+
     def drawn(self, fake: Summary, real: Summary) -> int:
         """Images in a subset: fewer where there are not as many."""
         return min(self.subset_size, fake.count, real.count)
@@ -216,13 +246,47 @@ class _Protocol:
         return found
 
 
-def _pictures(
-    images: str | Source, split: Split | None, limit: int | None, seed: int, img_size: ImgSize | None
-) -> Pictures:
-    source = open_images(images, split) if isinstance(images, str) else images
+def _pictures(images: Any, split: Split | None, limit: int | None, *, seed: int, img_size: ImgSize | None) -> Pictures:
+    source: Source = open_images(images, split) if isinstance(images, str) else images
+    if isinstance(images, Tensor):
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3) or 0 in images.shape:
+            raise DataError(f"samples of {images.dtype}, {tuple(images.shape)}; expected uint8 (n, 3, H, W)")
+        source = ArraySource("samples", "all", images.permute(0, 2, 3, 1).cpu().numpy(), None, None)
     some = pick_split(Splits(source.name, source), "train", limit, seed)
     assert some is not None
     return Pictures(some, img_size)
+
+
+def _told(samples: object) -> dict[str, Any]:
+    """What is known of how samples came about."""
+    where = samples.folder if isinstance(samples, Planned) else samples
+    return made_by(str(where)) if isinstance(where, str | Path) else {}
+
+
+def _count(images: object, limit: int | None = None) -> int | None:
+    """How many images there are or will be, where that is known."""
+    if isinstance(images, Planned):
+        return min(images.count, limit or images.count)
+    return len(images) if isinstance(images, Pictures) else None
+
+
+def _first(batches: Iterable[Tensor], limit: int | None) -> Iterator[Tensor]:
+    """Batches up to so many images."""
+    left = limit
+    for images in batches:
+        yield images[:left]
+        if left is not None:
+            left -= len(images)
+            if left <= 0:
+                return
+
+
+def _check_statistics(stored: Statistics, net: Extractor, protocol: _Protocol, file: str) -> None:
+    if protocol.features or not net.inception:
+        raise DataError(f"{file} holds a mean and a covariance of Inception's features: good for FID, nothing else")
+    given, expected = len(stored.mean), net.about.get("features", len(stored.mean))
+    if given != expected:
+        raise DataError(f"{file} holds statistics of {given} dimensions; Inception's features have {expected}")
 
 
 def _notes(fake: Summary, real: Summary, protocol: _Protocol) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from residua.data.augment import ImgSize, pair
 from residua.data.decode import conform, resize
 from residua.data.folder import FolderSource, list_images
 from residua.data.source import Subset, fingerprint_of
-from residua.train.samplefiles import described
+from residua.train.samplefiles import Folder, described
 
 Split = Literal["train", "test"]
 
@@ -114,20 +113,25 @@ def open_images(spec: str, split: Split | None = None) -> Source:
     return source
 
 
+def open_samples(folder: Path, n: int) -> Source:
+    """Images 0 to n - 1 of a folder of `residua sample`, however many it holds."""
+    files = [Folder(folder, n).file(i).name for i in range(n)]
+    return FolderSource(folder.resolve().name, "all", folder, files, classes=None, labels=None)
+
+
 def made_by(spec: str) -> dict[str, Any]:
     """What is known of how samples came about (sampler, steps, guidance, ...): `samples.json` in their folder, `about`
     in a `.npz` file of `residua sample`, or else a `.json` file of the array's name."""
     path = Path(spec.removeprefix("folder:")).expanduser()
-    if path.suffix.lower() == ".npz" and path.is_file() and (inside := described(path)):
-        return inside
-    file = path / "samples.json" if path.is_dir() else path.with_suffix(".json")
-    if not (path.is_dir() or path.suffix.lower() in (".npz", ".npy")) or not file.is_file():
-        return {}
+    array, file = path.suffix.lower() in (".npz", ".npy") and not path.is_dir(), path.with_suffix(".json")
+    known = described(path) if path.is_dir() or array else {}
+    if known or not array or not file.is_file():
+        return known
     try:
-        known = json.loads(file.read_text())
+        found = json.loads(file.read_text(errors="replace"))
     except ValueError as error:
         raise DataError(f"{file} is not JSON: {error}") from error
-    return dict(known) if isinstance(known, Mapping) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def first_line(error: Exception) -> str:

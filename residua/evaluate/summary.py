@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,13 @@ class Untouched(View):
         return batch.pixels
 
 
+@contextmanager
+def exactly(extractor: Extractor, device: str | torch.device | None) -> Iterator[torch.device]:
+    """The extractor on its device, for numbers that others get too; all is left as it was."""
+    with frozen(extractor.module, device) as where, exact_float32(), undisturbed():
+        yield where
+
+
 def summarize(
     pictures: Pictures, extractor: Extractor, settings: Settings, *, features: bool, cache: FeatureCache | None = None
 ) -> Summary:
@@ -115,7 +123,7 @@ def keep_reference(
 ) -> None:
     """Have the statistics of a reference in the cache before there is anything to score against it."""
     pictures = Pictures(source, img_size)
-    with frozen(extractor.module, device) as where, exact_float32(), undisturbed():
+    with exactly(extractor, device) as where:
         settings = Settings(where, on_bad_image=on_bad_image, progress=progress)
         summarize(pictures, extractor, settings, features=False, cache=cache)
 

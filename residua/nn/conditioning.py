@@ -40,8 +40,9 @@ def label_index(y: Tensor | None, num_classes: int | None, t: Tensor) -> Tensor 
         return None
     if y is None:
         return torch.full_like(t, num_classes, dtype=torch.long)
-    if y.shape != t.shape or y.is_floating_point():
+    if y.shape != t.shape or y.is_floating_point() or y.dtype == torch.bool:
         raise ValueError(f"labels of shape {tuple(y.shape)}, {y.dtype} given; expected {len(t)} integers, one an image")
+    y = y.long()
     if y.device.type == "cpu" and not torch.compiler.is_compiling() and ((y < 0) | (y > num_classes)).any():
         raise ValueError(
             f"labels from {int(y.min())} to {int(y.max())} given; expected 0 to {num_classes - 1}, "

@@ -54,11 +54,12 @@ class CheckpointError(ValueError):
 
 def description(model: nn.Module, step: int | None = None) -> dict[str, Any]:
     """What rebuilds a model: its `create_model` keywords, its preprocessing, names of classes; of a diffusion model
-    also its process, and the autoencoder whose latents it knows."""
+    also its process, the autoencoder whose latents it knows, and the share of labels that it was not told."""
     from residua import __version__
 
     pre, process, space = (getattr(model, name, None) for name in ("preprocessing", "process", "autoencoder"))
     diffusion = {"process": process and process_config(process), "autoencoder": space and space.to_dict()}
+    diffusion["label_dropout"] = getattr(model, "label_dropout", None)
     return {
         "residua": __version__,
         "model": model.config,
@@ -200,8 +201,11 @@ def _attach(model: Any, described: dict[str, Any]) -> None:
         model.preprocessing = Preprocessing.from_dict(described["preprocessing"])
     if described.get("classes"):
         model.classes = described["classes"]
+    if described.get("label_dropout") is not None:
+        model.label_dropout = described["label_dropout"]
     if described.get("process"):
         model.process = make_process(**described["process"])
+        model.in_pixels = not described.get("autoencoder")
     if described.get("autoencoder"):
         model.autoencoder = LatentSpace(**described["autoencoder"])
 

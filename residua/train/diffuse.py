@@ -241,8 +241,9 @@ def _attach(
     assert isinstance(side, int)
     model.preprocessing = Preprocessing((side, side), (0.5,) * channels, (0.5,) * channels, channels)
     model.process = make_process(str(config.model.process))
+    model.in_pixels = space is None
     if classes:
-        model.classes = classes
+        model.classes, model.label_dropout = classes, config.model.label_dropout
     if space is not None:
         model.autoencoder = space
     return model.preprocessing

@@ -16,9 +16,10 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -64,19 +65,20 @@ class Sampling:
     """Compile the network first: half a minute that many samples repay."""
 
 
-def check_sampling(model: nn.Module, settings: Sampling, device: str | torch.device | None = None) -> Sampling:
+def check_sampling(model: Any, settings: Sampling, device: str | torch.device | None = None) -> Sampling:
     """Settings with everything chosen, or an error that says what does not fit the model; `device`: where it will run,
     by default where the model is."""
-    if not isinstance(model, UViT | SiT):
-        raise ValueError(f"a {type(model).__name__} makes no samples: give a diffusion model (residua diffuse)")
-    if getattr(model, "process", None) is None:
-        raise ValueError("this model does not say which process it belongs to: set model.process, to VP() or Flow()")
+    _check_model(model)
+    settings = replace(settings, classes=_several(settings.classes))
     if settings.sampler not in SAMPLERS:
         near = difflib.get_close_matches(settings.sampler, SAMPLERS, n=2, cutoff=0.4) or list(SAMPLERS)
         raise ValueError(f"no sampler named {settings.sampler!r}; did you mean {' or '.join(near)}?")
     steps = STEPS.get(settings.sampler, 50) if settings.steps is None else settings.steps
-    if steps < 1 or not 0 <= settings.guidance < math.inf:
-        raise ValueError(f"steps {steps} and guidance {settings.guidance}: expected at least 1 and at least 0, finite")
+    if not isinstance(steps, Integral) or steps < 1 or not 0 <= settings.guidance < math.inf:
+        raise ValueError(
+            f"steps {steps} and guidance {settings.guidance}: expected a whole number, at least 1, and a finite one, "
+            "at least 0"
+        )
     if settings.precision is None:
         where = next(model.parameters()).device if device is None else torch.device(device)
         settings = replace(settings, precision="fp16" if where.type == "cuda" else "float32")
@@ -90,8 +92,36 @@ def check_sampling(model: nn.Module, settings: Sampling, device: str | torch.dev
     if model.num_classes is None:
         if settings.classes or settings.guidance != 1.0:
             raise ValueError("this model was trained without labels: it takes neither classes nor guidance")
-        return replace(settings, steps=steps)
-    return replace(settings, steps=steps, classes=_numbers(model, settings.classes))
+        return replace(settings, steps=int(steps))
+    if settings.guidance != 1.0 and getattr(model, "label_dropout", None) == 0:
+        raise ValueError("this model was trained with label_dropout 0, so never without labels: guidance must stay 1")
+    return replace(settings, steps=int(steps), classes=_numbers(model, settings.classes))
+
+
+def _check_model(model: Any) -> None:
+    """Whether a model has what sampling needs."""
+    if not isinstance(model, UViT | SiT):
+        raise ValueError(f"a {type(model).__name__} makes no samples: give a diffusion model (residua diffuse)")
+    if getattr(model, "process", None) is None:
+        raise ValueError("this model does not say which process it belongs to: set model.process, to VP() or Flow()")
+    if model.preprocessing is None:
+        raise ValueError(
+            "this model does not say how its numbers become pixels: set model.preprocessing, or, where they are "
+            "latents, name their autoencoder (--latents)"
+        )
+
+
+def _several(classes: Any) -> tuple[int | str, ...]:
+    """Classes as a tuple, where they may be one name or number, or an array of numbers."""
+    given = classes.tolist() if hasattr(classes, "tolist") else classes
+    return (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+
+
+def check_numbers(n: int, first: int, batch_size: int | None) -> None:
+    """Which images, and how many at once."""
+    whole = all(isinstance(value, Integral) for value in (n, first, batch_size or 1))
+    if not whole or n < 1 or first < 0 or (batch_size is not None and batch_size < 1):
+        raise ValueError(f"{n} images from number {first}, {batch_size} at once: expected positive whole numbers")
 
 
 def _numbers(model: Any, classes: Sequence[int | str]) -> tuple[int, ...]:
@@ -116,6 +146,8 @@ def _numbers(model: Any, classes: Sequence[int | str]) -> tuple[int, ...]:
 def attach_autoencoder(model: Any, name: str, device: str | torch.device = "cpu") -> None:
     """Let a model of latents, which came without its autoencoder, be decoded by this one; or say where the one that it
     was trained with lies now."""
+    if getattr(model, "in_pixels", False):
+        raise ValueError("this model was trained on pixels: leave --latents out")
     space, own = open_autoencoder(name, torch.device(device)).space, getattr(model, "autoencoder", None)
     if own is not None and replace(space, name=own.name) != own:
         raise ValueError(
@@ -215,8 +247,6 @@ def _pixels(model: Any, x: Tensor) -> Tensor:
         x = torch.cat([open_autoencoder(space, x.device).decode(part) for part in x.split(16)])
         if not _finite(x):
             raise ValueError(f"the autoencoder {space.name} decodes these latents to values that are not finite")
-    if model.preprocessing is None:
-        raise ValueError("this model does not say how its numbers become pixels: set model.preprocessing")
     return (model.preprocessing.denormalize(x) * 255).round().to(torch.uint8)
 
 
@@ -240,12 +270,11 @@ def sample(
     """Images `first` to `first + n - 1` of a diffusion model: uint8 (n, C, H, W), on the CPU.
 
     Options are those of `Sampling`: sampler ("dpm-solver", "ddim", "heun", "euler-maruyama"), steps, guidance, classes
-    (numbers or names), seed, spacing, clip, precision, compile.
+    (a number or name, or several), seed, spacing, clip, precision, compile.
 
     >>> images = residua.sample(residua.load("runs/d"), 64, steps=25, classes=("cat",), guidance=2.0)
     """
-    if n < 1 or first < 0 or (batch_size is not None and batch_size < 1):
-        raise ValueError(f"{n} images from number {first}, {batch_size} at once: expected positive numbers")
+    check_numbers(n, first, batch_size)
     chosen = check_sampling(model, replace(settings or Sampling(), **options), device)
     with evaluating(model, device, chosen) as where:
         done: list[Tensor] = []
@@ -309,5 +338,8 @@ def save_png(image: Tensor, path: Path) -> None:
         raise ValueError(f"an image of {image.shape[0]} channels is no PNG: write a .npz file instead")
     array = image.permute(1, 2, 0).squeeze(2).numpy() if image.shape[0] == 1 else image.permute(1, 2, 0).numpy()
     part = path.with_name(f".{path.name}.part")
-    Image.fromarray(array).save(part, format="PNG")
-    os.replace(part, path)
+    try:
+        Image.fromarray(array).save(part, format="PNG")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -19,11 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from residua.data import DataError
 from residua.data.latents import new_array
 from residua.train.checkpoint import write_text
 from residua.train.sample import (
     Progress,
     Sampling,
+    check_numbers,
     check_sampling,
     default_batch,
     evaluating,
@@ -36,6 +38,7 @@ from residua.train.sample import (
     within,
 )
 
+_PARTS = ".parts"  # ends the folder of an unfinished .npz
 _OTHER = (".npy", ".jpg", ".jpeg", ".webp", ".gif", ".zip", ".tar", ".pt")  # what is no folder, and not written
 _FREE = {"n", "checkpoint", "autoencoder"}  # may change as a set grows: how many, and where things lie
 
@@ -110,17 +113,15 @@ def write_samples(
     with them (see `described`), with whatever `about` adds; samples of other weights or settings are never mixed in.
     """
     path = Path(out).expanduser()
-    if n < 1 or (batch_size is not None and batch_size < 1):
-        raise ValueError(f"{n} images, {batch_size} at once: expected positive numbers")
+    check_numbers(n, 0, batch_size)
     where = accelerator.device if device is None and accelerator is not None else device
     chosen = check_sampling(model, settings or Sampling(), where)
+    check_place(path, model)
     made = describe(model, chosen, n) | (about or {})
     if "weights" not in made:
         made["weights"] = hash_weights(model)
     if path.suffix.lower() == ".png":
         return _picture(model, path, n, chosen, made, batch_size, device, accelerator, progress)
-    if path.suffix.lower() in _OTHER:
-        raise ValueError(f"{path}: samples are written to a folder, a .npz file or a .png picture")
     write = _write_array if path.suffix.lower() == ".npz" else _write_folder
     main = accelerator is None or accelerator.is_main_process
     wait: Callable[[], None] = (lambda: None) if accelerator is None else accelerator.wait_for_everyone
@@ -141,6 +142,28 @@ def write_samples(
             "which goes on from what is there, or choose another --out"
         ) from error
     return path
+
+
+def check_place(path: Path, model: Any) -> None:
+    """Refuse, before anything is made, a place where the samples of a model cannot be written."""
+    kind, places = path.suffix.lower(), "samples are written to a folder, a .npz file or a .png picture"
+    above = next((folder for folder in path.absolute().parents if folder.exists()), path)
+    if kind in _OTHER:
+        raise ValueError(f"{path}: {places}")
+    if kind in (".png", ".npz") and path.is_dir():
+        raise ValueError(f"{path} is a folder, and a {kind} file was asked for: choose another --out")
+    if kind not in (".png", ".npz") and path.is_file():
+        raise ValueError(f"{path} is a file, and {places}: choose another --out")
+    if not above.is_dir() or not (path.exists() or os.access(above, os.W_OK)):
+        raise ValueError(f"{path} cannot be written: {above} is no folder, or read-only; choose another --out")
+    channels = model.preprocessing.in_chans
+    if kind != ".npz" and channels not in (1, 3):
+        raise ValueError(f"images of {channels} channels are no PNGs: give --out NAME.npz")
+
+
+def unfinished(path: Path) -> Path:
+    """Where samples are until all are there: beside a `.npz` file, or where they stay."""
+    return path.with_name(f".{path.name}{_PARTS}") if path.suffix.lower() == ".npz" else path
 
 
 def describe(model: Any, settings: Sampling, n: int) -> dict[str, Any]:
@@ -172,11 +195,43 @@ def hash_settings(made: dict[str, Any]) -> str:
 
 def described(path: Path) -> dict[str, Any]:
     """How the samples in a folder, a `.npz` or a picture came about, as far as is known."""
-    if path.suffix.lower() == ".npz" and path.is_file():
+    file = _description_file(path)
+    if file == path:
         about = _stored(path, "about")
-        return {} if about is None else json.loads(str(about))
-    file = path / "samples.json" if path.is_dir() else _beside(path)
-    return json.loads(file.read_text()) if file.is_file() else {}
+        return {} if about is None else _parsed(str(about), path)
+    return _parsed(file.read_text(errors="replace"), file) if file.is_file() else {}
+
+
+def _parsed(text: str, file: Path) -> dict[str, Any]:
+    """What was written into a file about samples, or an error that names the file."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise _damaged(file)
+    return found
+
+
+def _damaged(file: Path) -> DataError:
+    if file.parent.name.endswith(_PARTS):
+        return DataError(f"{file.parent} is damaged: remove it")
+    rest = "; what it describes can then be scored, but not added to" if file.suffix == ".json" else ""
+    return DataError(f"{file} is damaged: remove it{rest}")
+
+
+def _begun(path: Path) -> dict[str, Any]:
+    """The description of samples that are to be added to."""
+    before = described(path)
+    if before and not isinstance(before.get("n"), int):
+        raise _damaged(_description_file(path))
+    return before
+
+
+def _description_file(path: Path) -> Path:
+    if path.suffix.lower() == ".npz" and path.is_file():
+        return path
+    return path / "samples.json" if path.is_dir() else _beside(path)
 
 
 def _stored(path: Path, name: str) -> np.ndarray | None:
@@ -217,12 +272,10 @@ def _write_folder(
     model: Any, path: Path, n: int, settings: Sampling, made: dict[str, Any], fill: Callable[[Place], None],
     main: bool, wait: Callable[[], None],
 ) -> None:  # fmt: skip
-    if model.preprocessing.in_chans not in (1, 3):
-        raise ValueError(f"images of {model.preprocessing.in_chans} channels are no PNGs: give --out NAME.npz")
     if main:
         path.mkdir(parents=True, exist_ok=True)
         if any(path.glob("*.png")):
-            made = _joined(path, described(path), made)
+            made = _joined(path, _begun(path), made)
         write_text(path / "samples.json", json.dumps(made, indent=1))
     wait()
     fill(Folder(path, n))
@@ -232,11 +285,11 @@ def _write_array(
     model: Any, path: Path, n: int, settings: Sampling, made: dict[str, Any], fill: Callable[[Place], None],
     main: bool, wait: Callable[[], None],
 ) -> None:  # fmt: skip
-    parts = path.with_name(f".{path.name}.parts")
+    parts = unfinished(path)
     if path.exists():
-        before = described(path)
+        before = _begun(path)
         _joined(path, before, made)
-        if main and 0 < described(parts).get("n", 0) <= before["n"]:  # left by a kill after the last step
+        if main and 0 < _begun(parts).get("n", 0) <= before["n"]:  # left by a kill after the last step
             shutil.rmtree(parts, ignore_errors=True)
         if before["n"] >= n:
             return
@@ -250,12 +303,12 @@ def _write_array(
     if main:
         labels = labels_of(torch.arange(n), settings)
         named: dict[str, Any] = {} if labels is None else {"labels": labels.numpy()}
-        unfinished = parts / "whole.npz"
+        whole = parts / "whole.npz"
         try:
-            np.savez(unfinished, arr_0=rows.images, about=np.array(json.dumps(made)), **named)
-            os.replace(unfinished, path)
+            np.savez(whole, arr_0=rows.images, about=np.array(json.dumps(made)), **named)
+            os.replace(whole, path)
         finally:
-            unfinished.unlink(missing_ok=True)
+            whole.unlink(missing_ok=True)
         shutil.rmtree(parts)
     wait()
 
@@ -264,7 +317,7 @@ def _begin_array(path: Path, parts: Path, shape: tuple[int, ...], made: dict[str
     """Rows to be filled, with those of a smaller array that is there."""
     parts.mkdir(parents=True, exist_ok=True)
     if (parts / "done.npy").exists():
-        begun = described(parts)
+        begun = _begun(parts)
         _joined(path, begun, made)
         if begun["n"] != made["n"]:
             raise ValueError(
@@ -275,7 +328,8 @@ def _begin_array(path: Path, parts: Path, shape: tuple[int, ...], made: dict[str
     rows = Rows(parts, shape, create=True)
     if path.exists():
         there = _stored(path, "arr_0")
-        assert there is not None
+        if there is None:
+            raise _damaged(path)
         rows.put(np.arange(len(there)), torch.from_numpy(there).permute(0, 3, 1, 2))
 
 

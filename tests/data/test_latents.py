@@ -194,6 +194,16 @@ def test_an_autoencoder_of_other_channels_is_refused() -> None:
         Autoencoder(grey, "some/vae")
 
 
+@pytest.mark.parametrize("setting", ["latents_mean", "latents_std"])
+def test_an_autoencoder_with_statistics_for_each_channel_is_refused(setting: str) -> None:
+    model = StandIn()
+    model.config |= {"latents_mean": None, "latents_std": None}
+    Autoencoder(model, "some/vae")
+    model.config[setting] = (0.1, 0.2, 0.3)
+    with pytest.raises(DataError, match="some/vae has a mean and a deviation for each channel"):
+        Autoencoder(model, "some/vae")
+
+
 @pytest.mark.parametrize("name", ["/moved/vae", "./vae", "vae"])
 def test_a_folder_that_has_moved_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []

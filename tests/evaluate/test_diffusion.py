@@ -27,6 +27,14 @@ def network(name: str = "uvit", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["uvit", "sit"])
+def test_what_reads_encoders_points_to_what_reads_diffusion_models(name: str) -> None:
+    for read in (residua.evaluate.evaluate, residua.evaluate.extract):
+        with pytest.raises(ValueError, match=r"is a diffusion model.* use residua\.evaluate\.evaluate_diffusion$"):
+            read(network(name), DATA)
+    assert residua.evaluate.evaluate_diffusion is evaluate_diffusion
+
+
+@pytest.mark.parametrize("name", ["uvit", "sit"])
 def test_a_feature_is_the_mean_of_patches_of_the_noised_image(name: str) -> None:
     model = network(name, num_classes=3)
     x, index, t = torch.rand(4, 3, 16, 16) * 2 - 1, torch.tensor([3, 8, 100, 5]), 0.2

@@ -115,6 +115,49 @@ def test_batches_as_they_are_made_give_the_same(small: Extractor) -> None:
             score(says, real, extractor=small)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_what_sample_returns_is_scored_as_it_is(small: Extractor, channels: int) -> None:
+    fake, real = source(30, 1, channels=channels), source(40, 2)
+    tensor = torch.from_numpy(fake.images).permute(0, 3, 1, 2)
+    options = {"extractor": small, "limit": 20, "img_size": 10}
+    whole, given = score(fake, real, **options), score(tensor, real, **options)
+    assert given.scores == whole.scores
+    assert given.samples | {"name": "set1", "split": "train"} == whole.samples
+    for wrong in (tensor.float(), tensor[0], tensor[:, :0], tensor.repeat(1, 5, 1, 1)[:, :5]):
+        with pytest.raises(DataError, match=r"expected uint8 \(n, 3, H, W\)"):
+            score(wrong, real, extractor=small)
+
+
+def test_a_limit_holds_for_batches_and_asks_for_no_more(small: Extractor) -> None:
+    fake, real, asked = source(30, 1), source(40, 2), []
+
+    def batches():
+        for images in torch.from_numpy(fake.images).permute(0, 3, 1, 2).split(8):
+            asked.append(len(images))
+            yield images
+
+    few = score(batches(), real, extractor=small, limit=11)
+    assert few.samples["images"] == 11
+    assert asked == [8, 8]
+    first = score(ArraySource("first", "train", fake.images[:11], None, None), real, extractor=small)
+    assert few.scores[0].value == pytest.approx(first.scores[0].value, rel=1e-5)
+    with pytest.raises(ValueError, match="limit must be at least 1 image, got 0"):
+        score(batches(), real, extractor=small, limit=0)
+
+
+def test_one_metric_by_its_name_and_paths(small: Extractor, tmp_path: Path) -> None:
+    fake, real = tmp_path / "fake.npz", tmp_path / "real.npy"
+    np.savez(fake, images(20, 1))
+    np.save(real, images(30, 2))
+    found = score(fake, real, metrics="prc", extractor=small)
+    assert [s.name for s in found.scores] == ["precision", "recall"]
+    assert found.scores == score(str(fake), str(real), metrics=("prc",), extractor=small).scores
+    own = statistics(features(small, images(30, 2)))
+    np.savez(tmp_path / "stats.npz", mu=own.mean.numpy(), sigma=own.cov.numpy())
+    known = Extractor("Inception 2015-12-05", small.module, inception=True)
+    assert score(fake, tmp_path / "stats.npz", extractor=known).reference["name"] == "stats.npz"
+
+
 def test_a_set_against_itself(small: Extractor) -> None:
     found = score(source(40, 1), source(40, 1), metrics=("fid", "prc"), extractor=small)
     assert found.value("Frechet distance") == pytest.approx(0, abs=1e-10)
@@ -203,6 +246,9 @@ def test_what_cannot_be_scored_is_said_before_the_work(small: Extractor, seen, t
         "5 neighbours need more than 5 images on either side, got 5 samples": {"metrics": ("prc",), "k": 5},
         "subsets of at least 2 images": {"subset_size": 1},
         "limit must be at least 1": {"limit": 0},
+        "batch_size must be at least 1 image, got 0": {"batch_size": 0},
+        "samples: a covariance needs at least 2 images, got 1": {"limit": 1},
+        "images of the reference: a covariance needs at least 2 images, got 1": {"reference_limit": 1},
         "there is no extractor": {"extractor": "nothing"},
     }.items():
         with pytest.raises(ValueError, match=says):
@@ -228,6 +274,9 @@ def test_published_statistics_serve_fid_alone(small: Extractor, tmp_path: Path) 
     for options in ({"extractor": known, "metrics": ("kid",)}, {"extractor": small}):
         with pytest.raises(DataError, match="good for FID, nothing else"):
             score(fake, str(tmp_path / "stats.npz"), **options)
+    usual = replace(known, about={"features": 2048})
+    with pytest.raises(DataError, match=r"stats\.npz holds statistics of 6 dimensions; Inception's features have 2048"):
+        score(fake, str(tmp_path / "stats.npz"), extractor=usual)
     np.savez(tmp_path / "stats.npz", mu=own.cov.numpy(), sigma=own.cov.numpy())
     with pytest.raises(DataError, match="are no mean and covariance"):
         score(fake, str(tmp_path / "stats.npz"), extractor=known)
@@ -295,15 +344,84 @@ def test_the_command_with_arrays_and_a_run(samples: Path, vit: ViT, tmp_path: Pa
     assert (tmp_path / "x.score.json").is_file()
 
 
-def test_a_run_stands_for_its_samples_and_its_images(script: Path, tmp_path: Path, capsys) -> None:
+def diffusion_run(run: Path, channels: int = 3) -> nn.Module:
+    """A run of an untrained U-ViT; its model."""
     from residua.data import Preprocessing
     from residua.nn.diffusion import VP
 
-    model = create_model("uvit", img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2)
-    model.process, model.preprocessing = VP(), Preprocessing((8, 8), (0.5,) * 3, (0.5,) * 3)
-    run = tmp_path / "run"
+    shape = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "in_chans": channels}
+    model = create_model("uvit", **shape)
+    half = (0.5,) * channels
+    model.process, model.preprocessing = VP(), Preprocessing((8, 8), half, half, channels)
     write_checkpoint(run, 1, model, {})
     (run / "config.yaml").write_text("data: {data: 'shapes?n=20&size=12&test=4', img_size: 8}\n")
+    return model
+
+
+def test_a_run_is_scored_by_its_first_samples(script: Path, tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    diffusion_run(run)
+
+    def scored(n: int) -> dict:
+        options = ["--extractor", str(script), "--no-cache", "--device", "cpu", "--out", str(tmp_path / "score.json")]
+        assert cli.main(["score", str(run), "-n", str(n), *options]) == 0
+        assert f" n {n}," in " ".join(capsys.readouterr().out.split())
+        return json.loads((tmp_path / "score.json").read_text())
+
+    few, many, again = scored(4), scored(9), scored(4)
+    assert again == few
+    assert (few["samples"]["images"], many["samples"]["images"]) == (4, 9)
+    (made,) = (run / "samples").iterdir()
+    Image.new("RGB", (8, 8)).save(made / "000000-mine.png")
+    assert scored(4) == few
+    pixels = np.stack([np.array(Image.open(made / f"{i:06d}.png")) for i in range(4)])
+    own = score(ArraySource("own", "train", pixels, None, None), "shapes?n=20&size=12&test=4", img_size=8,
+                extractor=script_extractor(script))  # fmt: skip
+    assert few["scores"]["Frechet distance"]["value"] == pytest.approx(own.scores[0].value, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--extractor", "inception", "--weights", "none.pth"], "no Inception weights at none.pth"),
+        (["--extractor", "nothing"], "there is no extractor 'nothing'"),
+        (["--reference", "folder:nowhere"], "nowhere does not exist"),
+        (["--prc", "--k", "6"], "need more than 6 images on either side, got 6 samples"),
+        (["--prc", "--k", "4", "--limit", "4"], "need more than 4 images on either side, got 4 samples"),
+        (["--reference-limit", "1"], "images of the reference: a covariance needs at least 2 images, got 1"),
+        (["-n", "1"], "samples: a covariance needs at least 2 images, got 1"),
+        (["-n", "0"], "0 images"),
+        (["--reference", "stats.npz"], "holds a mean and a covariance of Inception's features"),
+        (["--latents", "some/vae"], "this model was trained on pixels: leave --latents out"),
+        (["--out", "."], "--out . is a folder"),
+    ],
+)
+def test_a_run_is_refused_before_anything_is_made(
+    options: list[str], words: str, script: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    from residua.evaluate import generative
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(generative, "summarize", lambda *_, **__: pytest.fail("images were extracted"))
+    np.savez("stats.npz", mu=np.zeros(6), sigma=np.eye(6))
+    diffusion_run(tmp_path / "run")
+    args = ["score", "run", "-n", "6", "--extractor", str(script), "--no-cache", "--device", "cpu", *options]
+    assert cli.main(args) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run" / "samples").exists()
+
+
+def test_a_run_of_many_channels_cannot_be_scored(script: Path, tmp_path: Path, capsys) -> None:
+    diffusion_run(tmp_path / "run", channels=5)
+    args = ["score", str(tmp_path / "run"), "-n", "6", "--extractor", str(script), "--device", "cpu"]
+    assert cli.main([*args, "--reference", "shapes?n=9"]) == 2
+    assert "makes images of 5 channels; images to score have 1 or 3" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "samples").exists()
+
+
+def test_a_run_stands_for_its_samples_and_its_images(script: Path, tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    model = diffusion_run(run)
     args = ["score", str(run), "-n", "6", "--extractor", str(script), "--no-cache", "--device", "cpu"]
     assert cli.main(args) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -349,6 +467,7 @@ def test_a_run_whose_autoencoder_has_moved(script: Path, tmp_path: Path, monkeyp
     args = ["score", str(tmp_path / "run"), "-n", "6", "--extractor", str(script), "--no-cache", "--device", "cpu"]
     assert cli.main(args) == 2
     assert "no autoencoder at gone" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "samples").exists()
     assert cli.main([*args, "--latents", "moved"]) == 0
     assert "6 images of 8 x 8 px" in " ".join(capsys.readouterr().out.split())
 
@@ -367,6 +486,16 @@ def test_samples_that_are_missing_are_noted(samples: Path, script: Path, tmp_pat
     assert notes("--limit", "5") == ["samples was made for 30 images; 29 are there"]
     (samples / "samples.json").write_text(json.dumps({"sampler": "DPM-Solver"}))
     assert notes() == []
+
+
+def test_a_damaged_description_is_named_before_the_work(samples: Path, small: Extractor, seen) -> None:
+    for damage in ("{", "[1, 2]"):
+        (samples / "samples.json").write_text(damage)
+        with pytest.raises(DataError, match=rf"^{samples}/samples.json is damaged: remove it"):
+            score(samples, source(9, 2), extractor=small)
+    assert seen() == 0
+    (samples / "samples.json").unlink()
+    assert score(samples, source(9, 2), extractor=small).samples["made_by"] == {}
 
 
 def test_mistakes_at_the_command(samples: Path, script: Path, tmp_path: Path, capsys) -> None:

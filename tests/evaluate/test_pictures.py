@@ -165,6 +165,9 @@ def test_how_samples_came_about(tmp_path: Path) -> None:
     (folder / "samples.json").write_text(json.dumps(known))
     (tmp_path / "x.json").write_text(json.dumps(known))
     assert made_by(f"folder:{folder}") == made_by(str(tmp_path / "x.npz")) == known
-    (folder / "samples.json").write_text("{")
-    with pytest.raises(DataError, match=r"samples.json is not JSON"):
-        made_by(str(folder))
+    for damage in ("{", "[1, 2]", ""):
+        (folder / "samples.json").write_text(damage)
+        with pytest.raises(DataError, match=rf"^{folder}/samples.json is damaged: remove it"):
+            made_by(str(folder))
+    (tmp_path / "x.json").write_text("[1, 2]")  # somebody else's
+    assert made_by(str(tmp_path / "x.npz")) == {}

@@ -34,6 +34,13 @@ def test_labels_left_out_are_no_label() -> None:
     assert label_index(None, None, t) is None
 
 
+def test_labels_of_every_kind_of_integer_serve() -> None:
+    for kind in (torch.uint8, torch.int8, torch.int32, torch.int64):
+        rows = label_index(torch.tensor([0, 9, 10], dtype=kind), 10, torch.rand(3))
+        assert (rows.dtype, rows.tolist()) == (torch.long, [0, 9, 10])
+    assert label_index(torch.tensor([255], dtype=torch.uint8), 1000, torch.rand(1)).tolist() == [255]
+
+
 def test_dropping_follows_the_draws() -> None:
     y = torch.tensor([0, 1, 2, 3])
     draws = torch.tensor([0.05, 0.15, 0.95, 0.149])
@@ -55,6 +62,8 @@ def test_wrong_batches_are_refused() -> None:
         label_index(torch.tensor([0.0, 1.0]), 10, t)
     with pytest.raises(ValueError, match="2 integers"):
         label_index(torch.tensor([0]), 10, t)
+    with pytest.raises(ValueError, match=r"torch\.bool given; expected 2 integers"):
+        label_index(torch.tensor([True, False]), 10, t)
     with pytest.raises(ValueError, match=r"\(2, 4, 8, 8\) given; expected \(batch, 3, 8, 8\)"):
         check_batch(torch.zeros(2, 4, 8, 8), t, 3, (8, 8))
     with pytest.raises(ValueError, match=r"expected \(batch, 3, 8, 8\)"):

@@ -6,9 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drive import network
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import residua
@@ -16,6 +18,7 @@ from residua import cli
 from residua.data.autoencoder import LatentSpace
 from residua.nn.diffusion import VP, Flow, clipped, noised, split, target
 from residua.train import sample
+from residua.train.checkpoint import save_model
 from residua.train.sample import Sampling, attach_autoencoder, check_sampling, generate, grid_image, labels_of
 from residua.train.samplefiles import described, write_samples
 
@@ -102,6 +105,30 @@ def test_classes_are_dealt_out_in_turn() -> None:
     assert labels_of(torch.arange(5), some).tolist() == [1, 0, 2, 1, 0]
     every = check_sampling(model, Sampling())
     assert labels_of(torch.arange(5), every).tolist() == [0, 1, 2, 0, 1]
+
+
+def test_classes_may_be_one_or_an_array() -> None:
+    model = network(num_classes=20)
+    model.classes = [f"kind {i}" for i in range(20)]
+    for given, meant in (
+        ("12", (12,)), ("kind 3", (3,)), (3, (3,)), (np.int64(3), (3,)), ([1, "kind 2"], (1, 2)),
+        (torch.tensor([1, 2]), (1, 2)), (np.array([4, 5]), (4, 5)), (torch.tensor(6), (6,)),
+    ):  # fmt: skip
+        assert check_sampling(model, Sampling(classes=given)).classes == meant
+    assert torch.equal(residua.sample(model, 2, steps=2, classes="12"), residua.sample(model, 2, steps=2, classes=[12]))
+    for wrong in (3.5, torch.tensor([0.5]), None):
+        with pytest.raises(ValueError, match="no class named"):
+            residua.sample(model, 2, classes=wrong)
+    with pytest.raises(ValueError, match="neither classes nor guidance"):
+        residua.sample(network(), 2, classes=torch.tensor([0, 1]))
+
+
+def test_numbers_of_steps_and_images_are_whole() -> None:
+    model = network()
+    for options in ({"steps": 2.5}, {"steps": "2"}, {"n": 2.5}, {"n": 2.0}, {"first": 0.5}, {"batch_size": 1.5}):
+        with pytest.raises(ValueError, match="whole number"):
+            residua.sample(model, **{"n": 2, "steps": 2} | options)
+    assert len(residua.sample(model, np.int64(2), steps=np.int64(2))) == 2
 
 
 @pytest.mark.parametrize("process", [VP(), Flow()])
@@ -238,6 +265,43 @@ def test_models_that_cannot_are_refused() -> None:
         residua.sample(lost, 2)
 
 
+def test_a_model_without_preprocessing_is_refused_before_it_samples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sample, "_solve", lambda *_: pytest.fail("it samples"))
+    model = network()
+    model.preprocessing = None
+    says = "how its numbers become pixels: set model.preprocessing"
+    with pytest.raises(ValueError, match=says):
+        residua.sample(model, 2)
+    for name in ("s", "s.npz", "s.png"):
+        with pytest.raises(ValueError, match=says):
+            write_samples(model, tmp_path / name, 2, QUICK)
+    assert not list(tmp_path.iterdir())
+
+
+def test_guidance_needs_images_without_labels(tmp_path: Path) -> None:
+    """A row for "no label" that was never trained guides nowhere; old checkpoints do not say."""
+    for dropout, refused in ((0.0, True), (0.1, False), (None, False)):
+        model = network(num_classes=3)
+        if dropout is not None:
+            model.label_dropout = dropout
+        save_model(model, tmp_path / "model.safetensors")
+        loaded = residua.load(tmp_path / "model.safetensors")
+        for guidance in (0.0, 3.0):
+            if refused:
+                with pytest.raises(ValueError, match=r"label_dropout 0, .* guidance must stay 1"):
+                    residua.sample(loaded, 1, steps=2, guidance=guidance)
+            else:
+                residua.sample(loaded, 1, steps=2, guidance=guidance)
+        residua.sample(loaded, 1, steps=2)
+
+
+def test_a_run_says_how_many_labels_it_was_not_told(run: Path) -> None:
+    model: Any = residua.load(run)
+    assert model.label_dropout == 0.3
+
+
 def test_flow_models_sample_to_their_end() -> None:
     model = network()
     model.process = Flow()
@@ -255,6 +319,17 @@ def test_published_latents_get_an_autoencoder(monkeypatch: pytest.MonkeyPatch) -
     model.in_chans = 3
     with pytest.raises(ValueError, match="latents of 4 channels; the model makes 3"):
         attach_autoencoder(model, "some/vae")
+
+
+def test_a_model_of_pixels_takes_no_autoencoder(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    space = LatentSpace("some/vae", 3, 8, 0.18, 0.0, "")
+    monkeypatch.setattr(sample, "open_autoencoder", lambda *_: SimpleNamespace(space=space))
+    with pytest.raises(ValueError, match="this model was trained on pixels: leave --latents out"):
+        attach_autoencoder(residua.load(run), "some/vae")
+    save_file(network().state_dict(), tmp_path / "published.safetensors")  # which do not say
+    model: Any = residua.load(tmp_path / "published.safetensors")
+    attach_autoencoder(model, "some/vae")
+    assert model.autoencoder is space
 
 
 def test_a_model_keeps_to_the_autoencoder_it_was_trained_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

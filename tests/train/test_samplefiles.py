@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,10 @@ from torch import Tensor
 
 import residua
 from residua import cli
-from residua.train import samplefiles
+from residua.data import Preprocessing
+from residua.train import sample, samplefiles
 from residua.train.checkpoint import weights_file, write_checkpoint
-from residua.train.sample import Sampling
+from residua.train.sample import Sampling, save_png
 from residua.train.samplefiles import described, write_samples
 
 QUICK = Sampling(steps=3)
@@ -132,6 +134,78 @@ def test_every_file_has_its_own_description(tmp_path: Path) -> None:
         write_samples(model, tmp_path / "bad.npz", 2, QUICK)
 
 
+@pytest.mark.parametrize("damage", ["{", "[1, 2]", '{"n": "two"}', None])
+def test_a_damaged_description_is_named(tmp_path: Path, damage: str | None) -> None:
+    """None: the number of samples is missing."""
+    model = network()
+
+    def damaged(about: str) -> str:
+        known = json.loads(about)
+        known.pop("n")
+        return json.dumps(known) if damage is None else damage
+
+    write_samples(model, tmp_path / "s", 2, QUICK)
+    file = tmp_path / "s" / "samples.json"
+    file.write_text(damaged(file.read_text()))
+    write_samples(model, tmp_path / "s.npz", 2, QUICK)
+    with np.load(tmp_path / "s.npz") as stored:
+        about = damaged(str(stored["about"]))
+        np.savez(tmp_path / "s.npz", arr_0=stored["arr_0"], about=np.array(about))
+    for name, named in (("s", file), ("s.npz", tmp_path / "s.npz")):
+        with pytest.raises(ValueError, match=rf"^{named} is damaged: remove it"):
+            write_samples(model, tmp_path / name, 3, QUICK)
+
+
+def test_a_damaged_beginning_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model, parts = network(), tmp_path / ".s.npz.parts"
+    with monkeypatch.context() as patch:
+        patch.setattr(samplefiles, "generate", stop)
+        with pytest.raises(KeyboardInterrupt):
+            write_samples(model, tmp_path / "s.npz", 2, QUICK)
+    (parts / "samples.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"^{parts} is damaged: remove it$"):
+        write_samples(model, tmp_path / "s.npz", 2, QUICK)
+    shutil.rmtree(parts)
+    write_samples(model, tmp_path / "s.npz", 2, QUICK)
+
+
+def test_places_that_cannot_be_written_are_refused_before_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample, "_solve", lambda *_: pytest.fail("it samples"))
+    for name in ("a.png", "a.npz"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").write_text("in the way")
+    before = sorted(tmp_path.rglob("*"))
+    for name, says in {
+        "a.png": r"a\.png is a folder, and a \.png file was asked for",
+        "a.npz": r"a\.npz is a folder, and a \.npz file was asked for",
+        "file": "file is a file, and samples are written to a folder",
+        "file/s": "file is no folder",
+        "file/s/s.png": "file is no folder",
+        "c.jpg": r"folder, a \.npz",
+    }.items():
+        with pytest.raises(ValueError, match=says) as error:
+            write_samples(network(), tmp_path / name, 2, QUICK)
+        assert "\n" not in str(error.value)
+    many = network(in_chans=5)
+    many.preprocessing = Preprocessing((8, 8), (0.5,) * 5, (0.5,) * 5, 5)
+    for name in ("s", "s.png"):
+        with pytest.raises(ValueError, match=r"images of 5 channels are no PNGs: give --out NAME\.npz"):
+            write_samples(many, tmp_path / name, 2, QUICK)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_picture_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.png").mkdir()
+    with pytest.raises(OSError, match=r"a\.png"):
+        save_png(torch.zeros(3, 4, 4, dtype=torch.uint8), tmp_path / "a.png")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.png"]
+
+
 def test_suffixes_may_be_large(tmp_path: Path) -> None:
     for name in ("a.PNG", "b.NPZ"):
         write_samples(network(), tmp_path / name, 2, QUICK)
@@ -225,6 +299,62 @@ def test_the_command_writes_what_score_reads(run: Path, tmp_path: Path, capsys: 
     assert Image.open(tmp_path / "s.png").size == (34, 34)
     assert cli.main(args) == 0
     assert len(list((run / "samples").rglob("*.png"))) == 4
+
+
+@pytest.mark.parametrize(("name", "kept"), [("s", "s"), ("s.npz", ".s.npz.parts"), ("s.png", None)])
+def test_interrupted_the_command_names_what_is_there(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str, kept: str | None
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for module in (sample, samplefiles):
+        monkeypatch.setattr(module, "generate", stop)
+    (tmp_path / "s.png").write_bytes(b"of before")
+    args = ["sample", str(run), "-n", "4", "--steps", "2", "--device", "cpu", "--out", str(tmp_path / name)]
+    assert cli.main(args) == 130
+    out = "".join(capsys.readouterr().out.split("\n"))
+    assert ("what is finished waits in" in out) == (kept is not None)
+    if kept is not None:
+        assert f"waits in {tmp_path / kept}, and the same command goes on from there" in out
+        assert (tmp_path / kept).is_dir()
+    monkeypatch.undo()
+    assert cli.main(args) == 0
+
+
+@pytest.mark.parametrize(("size", "side"), [((8, 8), ["8"]), ((8, 12), ["8", "12"])])
+def test_the_command_for_scores_fits_data_of_mixed_sizes(
+    tmp_path: Path, capsys: Any, size: tuple[int, int], side: list[str]
+) -> None:
+    (tmp_path / "my data").mkdir()
+    for i, shape in enumerate([(20, 30), (40, 10), (16, 16)]):
+        Image.new("RGB", shape, (i, 9, 9)).save(tmp_path / "my data" / f"{i}.png")
+    model = network(img_size=size)
+    model.preprocessing = Preprocessing(size, (0.5,) * 3, (0.5,) * 3)
+    write_checkpoint(tmp_path / "run", 1, model, {})
+    (tmp_path / "run" / "config.yaml").write_text(f"data: {{data: 'folder:{tmp_path / 'my data'}'}}\n")
+    args = ["sample", str(tmp_path / "run"), "-n", "3", "--steps", "2", "--device", "cpu", "--out", "my samples"]
+    assert cli.main(args) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("score:")]
+    command = shlex.split(line.removeprefix("score:"))
+    assert command[-len(side) - 1 :] == ["--img-size", *side]
+    torch.jit.script(Mean()).save(tmp_path / "mean.pt")
+    assert cli.main([*command[1:], "--extractor", str(tmp_path / "mean.pt"), "--no-cache", "--device", "cpu"]) == 0
+
+
+class Mean(torch.nn.Module):
+    """The mean colour of an image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean([2, 3])
+
+
+def test_samples_of_many_channels_are_not_sent_to_score(tmp_path: Path, capsys: Any) -> None:
+    model = network(in_chans=5)
+    model.preprocessing = Preprocessing((8, 8), (0.5,) * 5, (0.5,) * 5, 5)
+    write_checkpoint(tmp_path / "run", 1, model, {})
+    assert cli.main(["sample", "run", "-n", "1", "--steps", "2", "--device", "cpu", "--out", "s.npz"]) == 0
+    assert "residua score" not in capsys.readouterr().out
 
 
 def test_the_command_speaks_of_guidance_where_there_are_classes(run: Path, tmp_path: Path, capsys: Any) -> None:
