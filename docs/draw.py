@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -21,7 +21,7 @@ from residua.evaluate import Report
 from residua.evaluate.diffusion import best, grid
 from residua.recipes.summary import compare, read_summary
 from residua.report import figures, gallery
-from residua.report.curves import epoch_curves, noise_heatmap, norm_curves, size_curves
+from residua.report.curves import epoch_curves, noise_heatmap, norm_curves, size_curves, step_curves
 from residua.report.runs import by_depth
 from residua.report.sweep import numeric_setting, setting_curves
 from residua.train import read_metrics
@@ -70,6 +70,12 @@ ALONG = {
     "cifar100-diffusion-seed-1": {"loss": "training loss", "eval/fid": "FID (2,500 samples)"},
 }
 """What is drawn along training, from metrics.jsonl."""
+CHOOSING = {
+    "tiny-imagenet": "from zero, batches of 256",
+    "tiny-imagenet-xavier": "Xavier, batches of 256",
+    "tiny-imagenet-batch-64": "from zero, batches of 64",
+}
+"""Prefixes whose gains over alpha_min 1.0 stand side by side, and their titles."""
 SMOOTH = 10  # neighbouring losses whose mean is a point of a curve
 PICTURES = {
     "reconstructions": gallery.reconstructions,
@@ -93,7 +99,7 @@ def numbers(out: Path = IMAGES) -> list[Path]:
             print(f"no records of {prefix}: its figures stay as they are", file=sys.stderr)
     for file in sorted(RECORDS.glob("*/summary.json")):
         drawn += sweep(file, out)
-    return [*drawn, norms(RECORDS / "zero-init" / "norms.json", out), *by_depth_of_network(out)]
+    return [*drawn, norms(RECORDS / "zero-init" / "norms.json", out), *by_depth_of_network(out), *choosing_alpha(out)]
 
 
 def by_depth_of_network(out: Path) -> list[Path]:
@@ -158,16 +164,43 @@ def along(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
         elif key not in GAINS:
             curves, unit = {label: [_scores(folder, key)] for label, folder in folders.items()}, ""
         else:
-            first, *others = (_scores(folder, key) for folder in folders.values())
-            gains = ([{epoch: scores[epoch] - first[epoch] for epoch in first}] for scores in others)
-            curves, unit = dict(zip(list(folders)[1:], gains)), "points"
+            scores = {label: _scores(folder, key) for label, folder in folders.items()}
+            curves, unit = {label: [gain] for label, gain in _gains(scores).items()}, "points"
         drawn.append(save(epoch_curves(metric, curves, unit), out / f"{prefix}-along-{slug(metric)}.png"))
     return drawn
 
 
-def _scores(run: Path, key: str) -> dict[float, float]:
-    """Epoch -> score."""
-    return {row["epoch"]: row[key] for row in read_metrics(run) if key in row}
+def choosing_alpha(out: Path) -> list[Path]:
+    """Gains in the linear probe over alpha_min 1.0 against steps: along training, and at the end where both have it."""
+    panels, ends = {}, {}
+    for prefix, title in CHOOSING.items():
+        folders = {label: RECORDS / name for label, name in RUNS[prefix].items()}
+        if not all(folder.exists() for folder in folders.values()):
+            return []
+        panels[title] = _gains({label: _scores(run, "eval/linear_probe", "step") for label, run in folders.items()})
+        last = _gains({label: _last_probe(run) for label, run in folders.items()})
+        ends[title] = {label: point for label, gain in last.items() for point in gain.items()}
+    return [save(step_curves("gain in linear probe", panels, ends), out / "choosing-alpha-gain.png")]
+
+
+def _last_probe(run: Path) -> dict[float, float]:
+    """Last step -> linear probe of the last block at the end of the run; nothing where it was not evaluated."""
+    file = run / "evaluation.json"
+    if not file.exists():
+        return {}
+    scores = by_depth(Report.from_dict(json.loads(file.read_text())), "linear probe")
+    return {read_metrics(run)[-1]["step"]: scores[max(scores)]}
+
+
+def _gains(scores: Mapping[str, Mapping[float, float]]) -> dict[str, dict[float, float]]:
+    """Of every run but the first over the first, where both were measured."""
+    (_, first), *others = scores.items()
+    return {label: {at: own[at] - first[at] for at in own if at in first} for label, own in others}
+
+
+def _scores(run: Path, key: str, by: str = "epoch") -> dict[float, float]:
+    """Epoch, or step, -> score."""
+    return {row[by]: row[key] for row in read_metrics(run) if key in row}
 
 
 def _losses(run: Path) -> dict[float, float]:

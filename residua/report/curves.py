@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from residua.evaluate.dynamics import Correlation
@@ -29,6 +31,41 @@ def epoch_curves(metric: str, groups: Mapping[str, Sequence[Curve]], unit: str =
         if len(curves) > 1:
             axes.fill_between(shared, values.min(0), values.max(0), color=style["color"], alpha=0.18, linewidth=0)
     return finish(figure, axes)
+
+
+@styled
+def step_curves(
+    metric: str,
+    panels: Mapping[str, Mapping[str, Curve]],
+    ends: Mapping[str, Mapping[str, tuple[float, float]]],
+    unit: str = "points",
+) -> Figure:
+    """A gain against the training step: settings side by side, a line per run, the end of the run in a hollow marker.
+
+    `panels` are title -> label -> step -> gain; `ends` are title -> label -> step and gain, where they are known.
+    """
+    figure = Figure((3.1 * len(panels) + 0.6, 3.2), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    styles = run_styles(dict.fromkeys(name for lines in panels.values() for name in lines))
+    hollow: dict[str, Any] = {"linestyle": "", "markerfacecolor": "none", "markersize": 7}
+    for (title, lines), axes in zip(panels.items(), grid):
+        axes.axhline(0, color=REFERENCE, linestyle=":")
+        for name, curve in lines.items():
+            last = [ends[title][name]] if name in ends.get(title, {}) else []
+            axes.plot(*zip(*sorted(curve.items()), *last), markevery=range(len(curve)), **styles[name])
+            for step, gain in last:
+                axes.plot(step, gain, **styles[name] | hollow)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("training steps")
+        axes.set_xlim(0, 1.05 * axes.dataLim.xmax)
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    grid[0].set_ylabel(f"{metric} ({unit})")
+    handles = [Line2D([], [], label=label(name, 30), **style) for name, style in styles.items()]
+    if any(ends.values()):
+        handles.append(Line2D([], [], color=REFERENCE, marker="o", label="end of the run", **hollow))
+    figure.legend(handles=handles, loc="outside upper left", ncols=5)
+    return figure
 
 
 @styled

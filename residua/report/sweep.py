@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from residua.report import curves
 from residua.report.figures import REFERENCE, finish, label, new_axes, run_styles, styled
@@ -16,6 +19,8 @@ from residua.report.runs import read_run, while_training
 
 Group = tuple[tuple[str, str], ...]
 Of = Literal["score", "difference"]
+Rows = tuple[list[str], list[list[str | Cell]], int]
+"""Header, rows, and how many columns are settings."""
 _BUDGETS = ("steps", "epochs", "depth")  # what goes along the axis where several settings are numbers
 _UNITS = METRICS | {"top5": "%", "cross entropy": "nats"}
 
@@ -34,7 +39,9 @@ def sweep_page(
     """`sweep.html`: one row a setting, one column a score; curves over training with bands over seeds."""
     page = Page(f"Sweep {folder.resolve().name}")
     count = sum(len(paths) for paths in runs.values())
-    page.paragraph(f"{count} finished runs in {len(runs)} settings. Intervals are 95 % over seeds (Student's t).")
+    alone = bool(runs) and all(len(paths) == 1 for paths in runs.values())
+    spread = "One seed each, so no intervals." if alone else "Intervals are 95 % over seeds (Student's t)."
+    page.paragraph(f"{count} finished runs in {len(runs)} settings. {spread}")
     if failed:
         page.heading("Failed")
         page.bullets(f"{name}: {error}" for name, error in failed)
@@ -45,36 +52,38 @@ def sweep_page(
     return page.save(folder / "sweep.html")
 
 
-# ---------------------------------------------------------------- tables, for the page and the terminal
+# ---------------------------------------------------------------- tables
 
 
-def score_rows(summaries: Sequence[Any]) -> tuple[list[str], list[list[str | Cell]], int]:
-    """Header, one row a setting, and how many columns are settings."""
-    by_group = _by_group(summaries)
+def _score_rows(summaries: Sequence[Any]) -> Rows:
+    """One row a setting, one column a score; no ranks where nothing ranks."""
     names, scores = _names(summaries), _scores_of(summaries)
     ranked = _ranked_by(summaries)
     rows: list[list[str | Cell]] = []
-    for group, own in by_group.items():
+    for group, own in _by_group(summaries).items():
         first, place = next(iter(own.values())), own.get(ranked)
         images = Cell("–" if first.images is None else f"{first.images:,}", first.images)
         rank = Cell("–", None) if place is None else Cell(str(place.rank), place.rank)
         cells = [Cell(str(own[name]), own[name].mean) if name in own else Cell("–", None) for name in scores]
         settings = [dict(group).get(name, "") for name in names]
-        rows.append([*settings, str(max(s.seeds for s in own.values())), images, rank, *cells])
-    return [*names, "seeds", "images seen", "rank", *scores.values()], rows, len(names)
+        seeds = str(max(s.seeds for s in own.values()))
+        rows.append([*settings, seeds, images, *([rank] if ranked else []), *cells])
+    return [*names, "seeds", "images seen", *(["rank"] if ranked else []), *scores.values()], rows, len(names)
 
 
-def difference_rows(summaries: Sequence[Any]) -> tuple[list[str], list[list[str | Cell]], int]:
-    """The same of differences to the baseline; no rows where there are none."""
+def _difference_rows(summaries: Sequence[Any]) -> Rows:
+    """The same of differences to the baseline, with the number n of their seeds; no rows where there are none."""
     found = [s for s in summaries if s.difference is not None]
     names, scores = _names(summaries), _scores_of(found)
     rows: list[list[str | Cell]] = []
     for group, own in _by_group(found).items():
+        seeds = [s.difference.n for s in own.values()]
+        n = Cell(" to ".join(map(str, sorted({min(seeds), max(seeds)}))), min(seeds))
         cells = [
-            Cell(own[n].difference_text(), own[n].difference.mean) if n in own else Cell("–", None) for n in scores
+            Cell(own[s].difference_text(), own[s].difference.mean) if s in own else Cell("–", None) for s in scores
         ]
-        rows.append([*(dict(group).get(name, "") for name in names), *cells])
-    return [*names, *scores.values()], rows, len(names)
+        rows.append([*(dict(group).get(name, "") for name in names), n, *cells])
+    return [*names, "n", *scores.values()], rows, len(names)
 
 
 def _ranked_by(summaries: Sequence[Any]) -> str:
@@ -83,12 +92,14 @@ def _ranked_by(summaries: Sequence[Any]) -> str:
     return next((name for name in names if name.startswith(("linear probe", "accuracy"))), "".join(names[:1]))
 
 
-def ranking_note(summaries: Sequence[Any]) -> str:
-    """What the ranks are of."""
+def _ranking_note(summaries: Sequence[Any]) -> str:
+    """What the ranks are of, or why there are none."""
     score, budgets = _ranked_by(summaries), {s.images for s in summaries}
-    if not score:
+    if score:
+        return f"rank: by {score}" + ", among settings that saw as many images" * (len(budgets) > 1)
+    if any(s.unit == "%" for s in summaries):
         return ""
-    return f"rank: by {score}" + ", among settings that saw as many images" * (len(budgets) > 1)
+    return "no rank: without labels there is only the loss, which does not rank features"
 
 
 def difference_note(baseline: Mapping[str, str]) -> str:
@@ -112,30 +123,114 @@ def _by_group(summaries: Sequence[Any]) -> dict[Group, dict[str, Any]]:
     return found
 
 
+# ---------------------------------------------------------------- tables in a terminal, as wide as it is unless told
+
+
+def score_rows(summaries: Sequence[Any], width: int | None = None) -> Rows:
+    """Scores by setting, in a form that fits; where none does, of the foremost scores alone."""
+    width = width or Console().width
+    return _fit(_score_rows(_shown(summaries, width)), width)
+
+
+def difference_rows(summaries: Sequence[Any], width: int | None = None) -> Rows:
+    """The same of differences to the baseline; no rows where there are none."""
+    width = width or Console().width
+    return _fit(_difference_rows(_shown(summaries, width)), width)
+
+
+def ranking_note(summaries: Sequence[Any], width: int | None = None) -> str:
+    """What the ranks are of, and which scores found no room."""
+    shown = {s.score for s in _shown(summaries, width or Console().width)}
+    hidden = ", ".join(score for score in _scores_of(summaries) if score not in shown)
+    return "; ".join(filter(None, [_ranking_note(summaries), hidden and f"on the page and in summary.csv: {hidden}"]))
+
+
+def _shown(summaries: Sequence[Any], width: int) -> Sequence[Any]:
+    """All scores where a table of them fits, else the foremost: the one that ranks, the others with ranks, the rest."""
+    ranked, placed = _ranked_by(summaries), {s.score for s in summaries if s.rank is not None}
+    order = sorted(_scores_of(summaries), key=lambda score: (score != ranked, score not in placed))
+    for count in range(len(order), 1, -1):
+        shown = [s for s in summaries if s.score in order[:count]]
+        if _width(_fit(_score_rows(shown), width)) <= width:
+            return shown
+    return [s for s in summaries if s.score in order[:1]]
+
+
+def _fit(table: Rows, width: int) -> Rows:
+    """The first that fits: as it is, with a column for each setting, or with headings of several lines."""
+    if not table[1] or _width(table) <= width:
+        return table
+    turned = _turned(table, width)
+    return turned if _width(turned) <= width else _narrow(table)
+
+
+def _narrow(table: Rows) -> Rows:
+    """Headings broken between words, where they are wider than what stands below."""
+    header, rows, first = table
+    widest = [max((len(_text(row[i])) for row in rows), default=0) for i in range(len(header))]
+    return list(map(_wrap, header, widest)), rows, first
+
+
+def _turned(table: Rows, width: int) -> Rows:
+    """Scores in rows, settings in columns, the scores' names broken where that makes room."""
+    header, rows, first = table
+    settings = ["\n".join(map(_text, row[:first])) or "all runs" for row in rows]
+    values = [[row[i] for row in rows] for i in range(first, len(header))]
+    room = width - _width((settings, values, 0)) - 3
+    names = [_wrap(name, room) for name in header[first:]]
+    return ["\n".join(header[:first]), *settings], [[name, *row] for name, row in zip(names, values)], 1
+
+
+def _wrap(text: str, width: int) -> str:
+    """Lines of whole words."""
+    return "\n".join(textwrap.wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False))
+
+
+def _width(table: Rows) -> int:
+    """Of a table as it is printed: two spaces and a line beside each column, and a line at the end."""
+    header, rows, _ = table
+    columns = ([name, *(_text(row[i]) for row in rows)] for i, name in enumerate(header))
+    return 1 + sum(3 + max(len(line) for text in column for line in text.split("\n")) for column in columns)
+
+
+def _text(cell: str | Cell) -> str:
+    return cell if isinstance(cell, str) else cell.text
+
+
 # ---------------------------------------------------------------- parts of the page
 
 
 def _scores(page: Page, summaries: Sequence[Any]) -> None:
     page.heading("Scores")
-    header, rows, first = score_rows(summaries)
-    page.table(header, rows, caption=ranking_note(summaries), numbers=first)
-    _figures(page, summaries, "score", "mean and 95 % interval over seeds.")
+    header, rows, first = _score_rows(summaries)
+    page.table(header, rows, caption=_ranking_note(summaries), numbers=first)
+    _figures(page, summaries, "score")
 
 
 def _differences(page: Page, summaries: Sequence[Any], baseline: Mapping[str, str]) -> None:
-    header, rows, first = difference_rows(summaries)
+    header, rows, first = _difference_rows(summaries)
     if not rows:
         return
     page.heading("Against the baseline")
     page.table(header, rows, caption=f"{difference_note(baseline)}; n: seeds that both have", numbers=first)
-    _figures(page, summaries, "difference", "difference to the baseline, mean and 95 % interval over seeds.")
+    _figures(page, summaries, "difference")
 
 
-def _figures(page: Page, summaries: Sequence[Any], of: Of, caption: str) -> None:
+def _figures(page: Page, summaries: Sequence[Any], of: Of) -> None:
     x = numeric_setting(summaries)
     drawn = {score: x and setting_curves(summaries, score, x, of) for score in _scores_of(summaries)}
-    if found := [(figure, f"{score}: {caption}") for score, figure in drawn.items() if figure]:
+    what = "" if of == "score" else "difference to the baseline, "
+    if found := [(f, f"{score}: {what}{_spread(summaries, score, of)}.") for score, f in drawn.items() if f]:
         page.figures(*found)
+
+
+def _spread(summaries: Sequence[Any], score: str, of: Of) -> str:
+    """What the points and bars of a figure are."""
+    points = [s if of == "score" else s.difference for s in summaries if s.score == score]
+    alone = [math.isnan(p.ci95) for p in points if p is not None and not math.isnan(p.mean)]
+    if all(alone):
+        return "one seed"
+    return "mean and 95 % interval over seeds" + "; one seed where there is no bar" * any(alone)
 
 
 def numeric_setting(summaries: Sequence[Any]) -> str | None:
@@ -162,9 +257,11 @@ def _setting_curves(name: str, x: str, lines: Mapping[str, Mapping[float, tuple[
     if zero:
         axes.axhline(0, color=REFERENCE, linestyle=":")
     for line, style in run_styles(lines).items():
-        at = sorted(lines[line])
-        spread = [lines[line][v][1] if lines[line][v][1] == lines[line][v][1] else 0.0 for v in at]
-        axes.errorbar(at, [lines[line][v][0] for v in at], yerr=spread, capsize=3, label=label(line, 40), **style)
+        own = dict(sorted(lines[line].items()))
+        axes.plot(list(own), [mean for mean, _ in own.values()], label=label(line, 40), **style)
+        if bars := [(at, *point) for at, point in own.items() if not math.isnan(point[1])]:
+            at, means, spread = zip(*bars)
+            axes.errorbar(at, means, yerr=spread, fmt="none", ecolor=style["color"], capsize=3)
     ends = [v for own in lines.values() for v in own]
     if x in ("steps", "epochs", "lr", "base_lr") and min(ends) > 0 and max(ends) > 10 * min(ends):
         axes.set_xscale("log")
@@ -200,5 +297,12 @@ def _curves(page: Page, runs: Mapping[Group, Sequence[Path]]) -> None:
                 found.setdefault(metric, {}).setdefault(group_name(group), []).append(curve)
     if found:
         page.heading("Along training")
-        text = "mean over seeds, band from least to greatest."
-        page.figures(*((curves.epoch_curves(m, g, _UNITS.get(m, "")), f"{m}: {text}") for m, g in found.items()))
+        page.figures(*((curves.epoch_curves(m, g, _UNITS.get(m, "")), f"{m}: {_band(g)}.") for m, g in found.items()))
+
+
+def _band(groups: Mapping[str, Sequence[Any]]) -> str:
+    """What the lines and bands of a figure along training are."""
+    alone = [len(own) == 1 for own in groups.values()]
+    if all(alone):
+        return "one seed"
+    return "mean over seeds, band from least to greatest" + "; one seed where there is no band" * any(alone)

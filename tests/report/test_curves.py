@@ -24,6 +24,24 @@ def test_a_group_is_the_mean_of_its_runs_with_a_band() -> None:
     assert axes.get_ylabel() == "kNN (%)"
 
 
+def test_gains_by_step_end_in_a_hollow_marker() -> None:
+    panels = {"first": {"a": {10.0: 1.0, 20.0: 2.0}, "b": {10.0: -1.0}}, "second": {"b": {100.0: 4.0}}}
+    figure = curves.step_curves("gain", panels, {"first": {"a": (30.0, 5.0)}})
+    first, second = figure.axes
+    zero, a, end, b = first.lines
+    assert list(zero.get_ydata()) == [0, 0]
+    np.testing.assert_array_equal(a.get_xydata(), [[10, 1], [20, 2], [30, 5]])
+    assert list(a.get_markevery()) == [0, 1]
+    np.testing.assert_array_equal(end.get_xydata(), [[30, 5]])
+    assert end.get_markerfacecolor() == "none"
+    assert b.get_color() == second.lines[1].get_color() != a.get_color()
+    assert first.get_ylim() == second.get_ylim()
+    assert first.get_xscale() == "linear"
+    assert (first.get_title(), second.get_title(), first.get_xlabel()) == ("first", "second", "training steps")
+    assert first.get_ylabel() == "gain (points)"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b", "end of the run"]
+
+
 def test_correlations_are_filled_where_they_are_sure_and_left_out_where_undefined() -> None:
     found = [Correlation(1, 3, 0.9, 0.3), Correlation(2, 9, -0.95, 0.001), Correlation(3, 2, math.nan, math.nan)]
     axes = curves.correlation_curve(found, "rank", "probe").axes[0]

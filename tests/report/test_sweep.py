@@ -1,0 +1,126 @@
+"""What a sweep shows: ranks that mean something, tables that fit a terminal, intervals only where there are any."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from residua.cli.sweep import _print
+from residua.recipes.summary import Summary, compare, mean_and_interval
+from residua.report.sweep import difference_rows, score_rows, setting_curves, sweep_page
+
+from .conftest import Checked
+
+SCORES = {
+    "kNN (k 20, T 0.07)": ("%", 26.6), "linear probe (simple)": ("%", 39.2), "entropy rank": ("nats", 3.25),
+    "RankMe": ("", 130.3), "training loss": ("", 0.525),
+}  # fmt: skip
+ONE = [{"alpha_min": alpha} for alpha in ("1.0", "0.8", "0.7")]
+TWO = [{"alpha_min": alpha, "mask_ratio": ratio} for alpha in ("1.0", "0.8", "0.7") for ratio in ("0.5", "0.75")]
+PLAIN = {"alpha_min": "1.0"}
+
+
+def summaries(groups: list[dict[str, str]], seeds: int = 3, labels: bool = True) -> list[Summary]:
+    """Of a pretraining sweep: accuracies that fall from group to group, so that places are 1, 2, 3, ..."""
+    found = []
+    for place, group in enumerate(groups, start=1):
+        for score, (unit, value) in SCORES.items():
+            by_seed = {str(seed): value * (1 + 0.01 * seed**2 - 0.02 * place) for seed in range(seeds)}
+            rank = place if unit == "%" else None
+            if labels or unit != "%":
+                about = mean_and_interval(list(by_seed.values()))
+                found.append(Summary(group, score, unit, *about, by_seed, 5_600_000, rank))
+    return found
+
+
+def page_of(tmp_path: Path, found: list[Summary], baseline: dict[str, str] | None = None) -> str:
+    return " ".join(Checked(sweep_page(tmp_path, found, {}, [], baseline).read_text()).text.split())
+
+
+def test_without_labels_there_is_no_rank_and_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = summaries(ONE, labels=False)
+    _print(found, {})
+    for text in (capsys.readouterr().out, page_of(tmp_path, found)):
+        assert "no rank: without labels there is only the loss, which does not rank features" in text
+        assert "rank: by" not in text
+    assert "rank" not in score_rows(found, 1000)[0]
+    assert "rank" in score_rows(summaries(ONE), 1000)[0]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_differences_come_with_the_number_of_their_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    found = compare(summaries(ONE[:1], seeds=4) + summaries(ONE[1:2], seeds=4) + summaries(ONE[2:], seeds=2), PLAIN)
+    _print(found, PLAIN)
+    printed = re.sub(r"[^\w.\n]+", " ", capsys.readouterr().out.partition("difference to")[2])
+    assert re.search(r"\bn 4 2\b" if width == 80 else r"alpha_min n kNN[^\n]*\s+0.8 4 [^\n]*\s+0.7 2 ", printed)
+    page = sweep_page(tmp_path, found, {}, [], PLAIN).read_text().partition("Against the baseline")[2]
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)", row) for row in re.findall(r"<tr>.*?</tr>", page)]
+    assert [row[:2] for row in rows] == [["alpha_min", "n"], ["0.8", "4"], ["0.7", "2"]]
+
+
+@pytest.mark.parametrize("groups", [ONE, ONE[:1], TWO, TWO[:4], [{}]])
+@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize("baseline", [{}, PLAIN])
+def test_no_word_and_no_score_is_broken_at_80_columns(
+    groups: list[dict[str, str]], seeds: int, baseline: dict[str, str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    found = compare(summaries(groups, seeds), baseline) if baseline else summaries(groups, seeds)
+    monkeypatch.setenv("COLUMNS", "500")
+    _print(found, baseline)
+    whole = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "80")
+    _print(found, baseline)
+    printed = capsys.readouterr().out
+    words = set(re.findall(r"[\w.,:+-]+", f"{whole} all runs; on the page and in summary.csv: RankMe, entropy rank,"))
+    assert set(re.findall(r"[\w.,:+-]+", printed)) <= words
+    rows = [line for line in printed.splitlines() if line[:1] in "┏┃│└"]
+    assert max(map(len, rows)) <= 80
+    assert not any(re.search(r"±\s*│|│\s*±", line) for line in rows)
+    for s in found:
+        if s.unit == "%":
+            assert f" {s} │" in printed
+            assert not s.difference or f" {s.difference_text()} │" in printed
+
+
+def test_scores_without_room_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _print(summaries(TWO), {})
+    assert "on the page and in summary.csv: entropy rank, RankMe, training loss" in capsys.readouterr().out
+
+
+def test_a_single_seed_has_no_bars_and_says_so(tmp_path: Path) -> None:
+    several, alone = summaries(ONE), summaries(ONE, seeds=1)
+    mixed = summaries(ONE[:2]) + summaries(ONE[2:], seeds=1)
+    for found, bars in ((several, 3), (alone, 0), (mixed, 2)):
+        figure = setting_curves(found, "RankMe", "alpha_min")
+        assert figure is not None
+        axes = figure.axes[0]
+        caps = [line for line in axes.lines if line.get_marker() == "_"]
+        assert [len(line.get_xdata()) for line in caps] == ([bars, bars] if bars else [])
+        assert all(math.isfinite(y) for line in caps for y in line.get_ydata())
+        assert len(axes.lines[0].get_xdata()) == 3
+    assert "RankMe: mean and 95 % interval over seeds." in page_of(tmp_path, several)
+    assert "RankMe: one seed." in page_of(tmp_path, alone)
+    assert "interval over seeds." not in page_of(tmp_path, alone)
+    assert "RankMe: mean and 95 % interval over seeds; one seed where there is no bar." in page_of(tmp_path, mixed)
+    page = page_of(tmp_path, compare(mixed, PLAIN), PLAIN)
+    assert "RankMe: difference to the baseline, mean and 95 % interval over seeds; one seed where" in page
+
+
+def test_a_score_that_is_no_number_is_not_taken_for_one_seed(tmp_path: Path) -> None:
+    found = summaries(ONE)
+    found[-1] = replace(found[-1], mean=math.nan, ci95=math.nan)
+    assert "training loss: mean and 95 % interval over seeds." in page_of(tmp_path, found)
+
+
+def test_scores_of_fewer_seeds_show_in_the_number_of_seeds() -> None:
+    found = summaries(ONE[:2])
+    found[-1] = replace(found[-1], by_seed=dict(list(found[-1].by_seed.items())[:2]))
+    header, rows, _ = difference_rows(compare(found, PLAIN), 1000)
+    assert [cell.text for cell in (row[header.index("n")] for row in rows) if not isinstance(cell, str)] == ["2 to 3"]
