@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
+from residua.recipes.arguments import settings
+
 from .console import Bar, announce, console, decoding, dry_run, note, say
-from .pretrain import settings
 
 if TYPE_CHECKING:
     from residua.train.diffuse import Diffusion

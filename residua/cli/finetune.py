@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tyro
-from tyro.conf import OmitArgPrefixes
+from residua.recipes.arguments import finetune_settings
 
 from .console import Bar, announce, decoding, dry_run, note, say, warn_shared
 
@@ -18,20 +16,10 @@ def finetune(args: list[str]) -> None:
     """Train a classifier end to end: `residua finetune RUN|CHECKPOINT|timm:NAME|NETWORK|SETTINGS.yaml [options]`."""
     from residua.data import load
     from residua.evaluate.finetune import labelled, train_and_test
-    from residua.train import Finetune, Hooks
+    from residua.train import Hooks
     from residua.train.classify import prepare
 
-    default = Finetune()
-    if args and not args[0].startswith("-"):
-        given = args.pop(0)
-        is_file = given.endswith((".yaml", ".yml")) and Path(given).expanduser().is_file()
-        default = Finetune.read(Path(given).expanduser()) if is_file else default.override(model=given)
-    config = tyro.cli(
-        Finetune, args=args, default=default, prog="residua finetune RUN|CHECKPOINT|timm:NAME|NETWORK|SETTINGS.yaml",
-        config=(OmitArgPrefixes,),
-        description="Train an encoder with a new head end to end on labelled images, or a network from scratch, and "
-        "test it. Every setting left at 'auto' is chosen from the network, the images and the machine, and printed.",
-    )  # fmt: skip
+    config = finetune_settings(args)
     session = prepare(config, load=lambda spec, seed: labelled(load(spec), seed), progress=decoding)
     main = announce(session)
     if main:

@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-from tyro.conf import OmitArgPrefixes
+from residua.recipes.arguments import settings
 
 from .console import Bar, announce, console, decoding, dry_run, note, warn_shared
 
 if TYPE_CHECKING:
     from residua.train.health import Health
     from residua.train.pretrain import Pretraining
-
-
-def settings(kind: Any, args: list[str], command: Literal["pretrain", "diffuse"], summary: str) -> Any:
-    """What a command trains by: its defaults, a recipe or a file, and the options given."""
-    from residua import recipes
-
-    default = kind()
-    if args and not args[0].startswith("-"):
-        given = args.pop(0)
-        is_file = given.endswith((".yaml", ".yml"))
-        default = kind.read(existing(given)) if is_file else recipes.get(given, command).config
-    default = _instead(default, args)
-    return tyro.cli(
-        kind, args=args, default=default, prog=f"residua {command} [RECIPE|SETTINGS.yaml]", config=(OmitArgPrefixes,),
-        description=f"{summary} Every setting left at 'auto' is chosen from the images and the machine, and printed.",
-    )  # fmt: skip
-
-
-INSTEAD = {"base_lr": ("lr", "auto"), "epochs": ("steps", None), "alpha_eff": ("alpha_min", "auto")}
-"""Settings that take the place of another, and what that one then is."""
-
-
-def _instead(default: Any, args: list[str]) -> Any:
-    """A recipe without the settings that those given take the place of; giving both is an error."""
-    given = {arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")}
-    for name, (other, neutral) in INSTEAD.items():
-        if {name, other} <= given:
-            raise ValueError(f"give --{name.replace('_', '-')} or --{other.replace('_', '-')}, not both")
-        if name in given:
-            default = default.override(**{other: neutral})
-    return default
 
 
 def pretrain(args: list[str]) -> None:
@@ -116,10 +83,3 @@ def _closing_words(model: Any, session: Pretraining) -> None:
         markup=False,
     )
     console.print(f"take it:  residua export {run} --to timm", markup=False)
-
-
-def existing(path: str) -> Path:
-    file = Path(path).expanduser()
-    if not file.exists():
-        raise ValueError(f"there is no settings file {file}")
-    return file

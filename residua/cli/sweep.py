@@ -9,8 +9,9 @@ from typing import Any, get_args, get_origin
 
 from rich.table import Table
 
+from residua.recipes.arguments import existing
+
 from .console import console, note, say, show
-from .pretrain import existing
 
 HELP = """\
 usage: residua sweep [pretrain|diffuse|finetune] [RECIPE|SETTINGS.yaml|MODEL] --SETTING VALUE [VALUE ...] [options]
@@ -18,8 +19,8 @@ usage: residua sweep [pretrain|diffuse|finetune] [RECIPE|SETTINGS.yaml|MODEL] --
 Run a recipe once for every combination of the values given, evaluate each, and put mean and interval into one table
 and one page. Any setting of the command may be swept by giving it several values; with one value it holds for all
 runs. Settings that are lists themselves are swept with commas: --stages 2,2,2,2 2,2,6,2. Runs are processes of their
-own: one that fails is listed and the others go on. The same command continues a sweep that was stopped, and adds values
-or seeds to one that is finished.
+own: one that fails is listed and the others go on. The same command continues a sweep that was stopped, and adds
+values, settings or seeds to one that is finished.
 
 The command is what the recipe says, and pretrain without one. finetune takes a run, a checkpoint or the name of a
 network, as in residua finetune.
@@ -39,15 +40,13 @@ On a Ray cluster (pip install 'residua[ray]'; folder and images where all its ma
   --ray-address A     of the cluster, or auto; default: this machine alone
   --gpus-per-run G    0.5: two on each GPU (default: one where there are any)
 
-  residua sweep mae-tiny-imagenet --alpha-min 1.0 0.9 0.8 --seeds 3 --jobs 2 --baseline alpha_min=1.0
+  residua sweep mae-tiny-imagenet --alpha-min 1.0 0.8 0.7 --seeds 3 --jobs 2 --baseline alpha_min=1.0
   residua sweep --data folder:my_photos --alpha-min 1.0 0.8 --anneal 0 0.5
   residua sweep uvit-cifar100 --alpha-min 1.0 0.7 --seeds 3 --score 10000 --on ray --gpus-per-run 0.5
   residua sweep finetune resnet18 --data cifar10 --alpha-min 1.0 0.7 --stages 2,2,2,2 2,2,6,2 --seeds 3
 """
 OWN = ("out", "seeds", "jobs", "open", "baseline", "on", "ray_address", "gpus_per_run", "score")
 EVALUATE = ("probe", "times", "layers", "k", "limit")
-REFUSED = {"resume": "the same command continues one", "dry_run": "residua pretrain --dry-run looks at one run",
-          "no_evaluate": "its table is made of evaluations"}  # fmt: skip
 
 
 def sweep(args: list[str]) -> None:
@@ -55,13 +54,23 @@ def sweep(args: list[str]) -> None:
     if not args or "--help" in args or "-h" in args:
         console.print(HELP, markup=False)
         raise SystemExit(0)
-    from residua.recipes import sweep as engine
-    from residua.recipes.summary import summarise, write_summary
-    from residua.report.sweep import sweep_page
+    from residua.lock import release
+    from residua.recipes.sweep import LOCK
 
     kind, base, given = _parse(args)
     own = {name: given.pop(name, None) for name in OWN}
-    after = {name: given.pop(name) for name in EVALUATE if kind == "diffuse" and name in given}
+    folder = Path(own["out"][0] if own["out"] else f"sweeps/{Path(base).stem or kind}").expanduser()
+    try:
+        _sweep(folder, kind, base, given, own)
+    finally:
+        release(folder / LOCK)
+
+
+def _sweep(folder: Path, kind: Any, base: str, given: Mapping[str, list[str]], own: Mapping[str, Any]) -> None:
+    from residua.recipes import sweep as engine
+
+    after = {name: values for name, values in given.items() if kind == "diffuse" and name in EVALUATE}
+    given = {name: values for name, values in given.items() if name not in after}
     fixed, grid = _split(given, kind)
     _check_base(kind, base, "model" in given)
     if own["seeds"]:
@@ -78,28 +87,40 @@ def sweep(args: list[str]) -> None:
     options["evaluate"] = _evaluate(after, given) if kind == "diffuse" else []
     options["score"] = _score(own["score"], kind, given) if own["score"] is not None else []
     start = _start(own)
-    folder = Path(own["out"][0] if own["out"] else f"sweeps/{Path(base).stem or kind}").expanduser()
     plan = engine.plan(folder, ([base] if base else []) + fixed, grid, **options)
     ready = sum(trial.status == "done" for trial in plan.trials)
     say(f"{len(plan.trials)} runs in {folder}, {ready} of them finished before")
-
-    def ended(trial: Any) -> None:
-        if trial.status == "done":
-            say(f"done    {trial.name}")
-        else:
-            note(f"failed: {trial.name}: {trial.error} (logs/{trial.name}.txt)")
-
     if ready < len(plan.trials):
-        start(plan, ended)
+        start(plan, _ended)
+    _conclude(plan, baseline, own["open"] is not None)
+
+
+def _ended(trial: Any) -> None:
+    if trial.status == "done":
+        say(f"done    {trial.name}")
+    else:
+        note(f"failed: {trial.name}: {trial.error} (logs/{trial.name}.txt)")
+
+
+def _waited_for(trial: Any) -> None:
+    say(f"waiting for {trial.name}, still running from an earlier call")
+
+
+def _conclude(plan: Any, baseline: Mapping[str, str], open_it: bool) -> None:
+    """Tables, files and page of what there is."""
+    from residua.recipes.summary import summarise, write_summary
+    from residua.report.sweep import sweep_page
+
     found = summarise(plan, baseline)
     failed = [(trial.name, trial.error) for trial in plan.trials if trial.status == "failed"]
     _print(found, baseline)
-    say(f"written: {write_summary(folder, found)}")
+    say(f"written: {write_summary(plan.folder, found)}")
     runs: dict[Any, list[Path]] = {}
     for trial in plan.trials:
-        if trial.status == "done":
-            runs.setdefault(trial.group, []).append(plan.run_folder(trial))
-    show(sweep_page(folder, found, runs, failed, baseline), own["open"] is not None)
+        folder = plan.run_folder(trial)
+        if trial.status == "done" and (folder / "config.yaml").exists():
+            runs.setdefault(trial.group, []).append(folder)
+    show(sweep_page(plan.folder, found, runs, failed, baseline), open_it)
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(plan.trials)} runs failed: {', '.join(name for name, _ in failed)}")
 
@@ -166,15 +187,12 @@ def _check_base(kind: str, base: str, named: bool) -> None:
 
 def _split(given: Mapping[str, list[str]], kind: str = "pretrain") -> tuple[list[str], dict[str, list[str]]]:
     """Arguments that all runs share, and the grid; settings that are lists themselves are swept with commas."""
-    from residua.recipes.summary import same_value
     from residua.recipes.sweep import switch
 
     known = _settings(kind)
     fixed: list[str] = []
     grid: dict[str, list[str]] = {}
     for name, values in given.items():
-        if name in REFUSED:
-            raise ValueError(f"--{name.replace('_', '-')} is not for sweeps: {REFUSED[name]}")
         if name not in known and name.removeprefix("no_") not in known:
             near = difflib.get_close_matches(name, known, n=2) or ["alpha_min", "lr"]
             raise ValueError(f"no setting of {kind} named {name!r} to sweep; did you mean {' or '.join(near)}?")
@@ -196,7 +214,7 @@ def _split(given: Mapping[str, list[str]], kind: str = "pretrain") -> tuple[list
             else:
                 fixed += [flag, *(part for value in values for part in value.split(","))]
         elif len(values) > 1:
-            grid[name] = [v for i, v in enumerate(values) if not any(same_value(v, other) for other in values[:i])]
+            grid[name] = list(dict.fromkeys(values))
         else:
             fixed += [flag, *values]
     return fixed, grid
@@ -221,7 +239,7 @@ def _settings(kind: str) -> dict[str, str]:
 
 def _baseline(given: list[str] | None, grid: Mapping[str, list[str]]) -> dict[str, str]:
     """Settings of the runs that the others are compared with."""
-    from residua.recipes.summary import same_value
+    from residua.recipes.trial import same_value
 
     if given is None:
         return {}
@@ -283,7 +301,8 @@ def _start(own: Mapping[str, list[str] | None]) -> Any:
                 raise ValueError(
                     f"--{name.replace('_', '-')} is for --on ray; on one GPU, --jobs N runs several at once"
                 )
-        return lambda plan, ended: engine.run(plan, _count("jobs", jobs or ["1"]), ended)
+        count = _count("jobs", jobs or ["1"])
+        return lambda plan, ended: engine.run(plan, count, ended, _waited_for)
     if where != ["ray"]:
         raise ValueError(f"--on {' '.join(where)}: give ray, or leave it out to run here")
     cluster.open_ray()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from residua.recipes.sweep import OnEnd, Sweep, Trial, carry_out, note_end
+from residua.recipes.sweep import OnTrial, Sweep, Trial, carry_out, note_end
 
 _GRACE = 60.0  # seconds that interrupted runs have to save where they are
 
@@ -36,7 +36,7 @@ def run_on_ray(
     address: str | None = None,
     gpus: float | None = None,
     jobs: int | None = None,
-    on_end: OnEnd = lambda trial: None,
+    on_end: OnTrial = lambda trial: None,
 ) -> None:
     """Run what is waiting, as many at once as fit, at most `jobs`; failures are noted and the others go on.
 
@@ -60,7 +60,7 @@ def run_on_ray(
             ray.shutdown()
 
 
-def _run(ray: Any, sweep: Sweep, gpus: float, jobs: int | None, on_end: OnEnd) -> None:
+def _run(ray: Any, sweep: Sweep, gpus: float, jobs: int | None, on_end: OnTrial) -> None:
     task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_task)
     shared = replace(sweep, folder=sweep.folder.resolve(), trials=[])
     waiting = [trial for trial in sweep.trials if trial.status != "done"]

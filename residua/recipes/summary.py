@@ -6,19 +6,22 @@ import csv
 import io
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from scipy import stats
 
 from residua.evaluate import Report
 from residua.evaluate.diffusion import best
 from residua.evaluate.report import MODEL
 from residua.recipes.sweep import Sweep
-from residua.report.runs import headline, read_run
+from residua.recipes.trial import Trial, same_value, text_of
+from residua.report.runs import NotARun, headline, read_config, read_run
 from residua.train.checkpoint import write_text
 from residua.train.loop import read_metrics
 from residua.train.options import read_flat
@@ -57,6 +60,8 @@ class Summary:
     rank: int | None = None
     """Place among the groups that saw as many images, 1 the best; None where more is neither better nor worse."""
     difference: Difference | None = None
+    made: str = ""
+    """What its runs were made with that is not the same in the whole sweep and should be; only like is compared."""
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -129,27 +134,115 @@ def images_seen(run: Path) -> int | None:
     return steps * batch if isinstance(steps, int) and isinstance(batch, int) else None
 
 
+@dataclass(frozen=True)
+class _Result:
+    """What one run came to."""
+
+    scores: Scores
+    images: int | None
+    data: str
+    count: int | None
+    """Images there are of that name, without repetition."""
+    unlike: str
+    """Settings that it has and the sweep does not ask for."""
+
+
 def summarise(sweep: Sweep, baseline: Mapping[str, str] | None = None) -> list[Summary]:
-    """Mean and interval over seeds of every score that all finished runs of a group have, ranked at equal budget.
+    """Mean and interval over seeds of every score of a group of finished runs, ranked at equal budget.
 
     With a `baseline`, such as {"alpha_min": "1.0"}, also the difference to the runs that have these settings, are
-    otherwise the same, and saw as many images; paired by seed.
+    otherwise the same, and saw as many images; paired by seed. Runs of other settings or images than the rest are told,
+    and compared among themselves; one whose files cannot be read has failed.
     """
-    groups: dict[tuple[tuple[str, str], ...], dict[str, Path]] = {}
+    results = _results(sweep)
+    made = _made(results)
+    groups: dict[tuple[tuple[str, str], ...], list[Trial]] = {}
     for trial in sweep.trials:
-        if sweep.done(trial):
-            groups.setdefault(trial.group, {})[trial.settings.get("seed", "")] = sweep.run_folder(trial)
+        if trial.name in results:
+            groups.setdefault(trial.group, []).append(trial)
     found = []
-    for group, runs in groups.items():
-        scores = {seed: scores_of(run) for seed, run in runs.items()}
-        images = images_seen(next(iter(runs.values())))
-        for name, (_, unit) in next(iter(scores.values())).items():
-            if all(name in own for own in scores.values()):
-                by_seed = {seed: own[name][0] for seed, own in scores.items()}
-                interval = mean_and_interval(list(by_seed.values()))
-                found.append(Summary(dict(group), name, unit, *interval, by_seed, images))
-    found = [replace(s, rank=_rank(s, found)) for s in found]
+    for group, trials in groups.items():
+        own = {trial.settings.get("seed", ""): results[trial.name] for trial in trials}
+        images = results[trials[0].name].images
+        apart = ", ".join(dict.fromkeys(made[trial.name] for trial in trials if made[trial.name]))
+        for name, unit in {name: unit for r in own.values() for name, (_, unit) in r.scores.items()}.items():
+            by_seed = {seed: r.scores[name][0] for seed, r in own.items() if name in r.scores}
+            if len(by_seed) < len(own):
+                lack = ", ".join(seed for seed in own if seed not in by_seed)
+                _tell(f"{name} is over {len(by_seed)} of {len(own)} seeds of {_words(group)}: seed {lack} has none")
+            interval = mean_and_interval(list(by_seed.values()))
+            found.append(Summary(dict(group), name, unit, *interval, by_seed, images, made=apart))
+    blind = LOSS if sweep.kind == "pretrain" else ""  # the loss of pretraining does not tell which features are good
+    found = [replace(s, rank=_rank(s, found)) if s.score != blind else s for s in found]
     return compare(found, baseline) if baseline else found
+
+
+def _results(sweep: Sweep) -> dict[str, _Result]:
+    """Name -> result, of all finished runs that can be read; the others are marked as failed."""
+    found = {}
+    for trial in sweep.trials:
+        if not sweep.done(trial):
+            continue
+        try:
+            found[trial.name] = _result(sweep, trial)
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            told = isinstance(error, NotARun)
+            trial.error = reason if told else f"the run {sweep.run_folder(trial)} cannot be read: {reason}"
+            trial.status = "failed"
+    return found
+
+
+def _result(sweep: Sweep, trial: Trial) -> _Result:
+    run = sweep.run_folder(trial)
+    scores, images = scores_of(run), images_seen(run)
+    if not (run / "config.yaml").exists():
+        return _Result(scores, images, "", None, "")
+    read_run(run)  # for what the page shows of it
+    settings = read_flat(run / "config.yaml")
+    epochs = settings.get("epochs")
+    count = round(images / epochs) if images and isinstance(epochs, int | float) and epochs else None
+    return _Result(scores, images, str(settings.get("data", "")), count, _unlike(sweep, trial, run))
+
+
+def _unlike(sweep: Sweep, trial: Trial, run: Path) -> str:
+    """Settings of a run that are others than those asked for: a file of settings was edited, say."""
+    config, there = read_config(run / "config.yaml"), read_flat(run / "config.yaml")
+    fresh = type(config)().settings()
+    free = {f.name for f in fields(config.machine)} | {"epochs", "batch_size"}  # which come to what the images allow
+    found = []
+    for name, asked in (sweep.shared | trial.settings).items():
+        default = same_value(asked, text_of(fresh.get(name)))
+        if name not in there or name in free or default or asked in ("auto", "None"):
+            continue
+        own = text_of(there[name])
+        if not same_value(own, asked) and not same_value(own, sweep.meaning(name, asked)):
+            found.append(f"{name} {own}")
+    return ", ".join(found)
+
+
+def _made(results: Mapping[str, _Result]) -> dict[str, str]:
+    """Name -> what a run was made with that is not the same in all, which is told."""
+    counts: dict[str, set[int | None]] = {}
+    for result in results.values():
+        counts.setdefault(result.data, set()).add(result.count)
+    made = {}
+    for name, result in results.items():
+        several = len(counts[result.data]) > 1 and result.count is not None
+        images = f"{result.count:,} images of {result.data}" if several else ""
+        made[name] = ", ".join(part for part in (result.unlike, images) if part)
+    for text in dict.fromkeys(filter(None, made.values())):
+        names = "; ".join(name for name, own in made.items() if own == text)
+        _tell(f"not all runs are alike, and only like ones are compared; made with {text}: {names}")
+    return made
+
+
+def _tell(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
+
+
+def _words(group: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in group) or "all runs"
 
 
 def compare(found: Sequence[Summary], baseline: Mapping[str, str]) -> list[Summary]:
@@ -166,14 +259,15 @@ def _rank(s: Summary, found: Sequence[Summary]) -> int | None:
     way = direction(s.score, s.unit)
     if not way or math.isnan(s.mean):
         return None
-    rivals = [r for r in found if (r.score, r.images) == (s.score, s.images)]
+    rivals = [r for r in found if (r.score, r.images, r.made) == (s.score, s.images, s.made)]
     return 1 + sum(way * r.mean > way * s.mean for r in rivals)
 
 
 def _difference(s: Summary, found: Sequence[Summary], baseline: Mapping[str, str]) -> Difference | None:
     wanted = {name: baseline.get(name, value) for name, value in s.settings.items()}
     for other in found:
-        if other.score == s.score and other.images == s.images and _same(other.settings, wanted):
+        alike = (other.score, other.images, other.made) == (s.score, s.images, s.made)
+        if alike and _same(other.settings, wanted):
             shared = [seed for seed in s.by_seed if seed in other.by_seed]
             if other.settings == s.settings or not shared:
                 return None
@@ -184,14 +278,6 @@ def _difference(s: Summary, found: Sequence[Summary], baseline: Mapping[str, str
 
 def _same(a: Mapping[str, str], b: Mapping[str, str]) -> bool:
     return a.keys() == b.keys() and all(same_value(a[name], b[name]) for name in a)
-
-
-def same_value(a: str, b: str) -> bool:
-    """Whether two settings as typed mean the same: 1 and 1.0 do."""
-    try:
-        return a == b or float(a) == float(b)
-    except ValueError:
-        return False
 
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -228,7 +314,7 @@ def _row(s: Summary) -> dict[str, Any]:
     if s.difference is not None:
         d = s.difference
         row |= {"difference": _or_none(d.mean), "difference_ci95": _or_none(d.ci95), "difference_seeds": d.n}
-    return row
+    return row | ({"made": s.made} if s.made else {})
 
 
 def read_summary(path: Path) -> list[Summary]:
@@ -241,7 +327,7 @@ def read_summary(path: Path) -> list[Summary]:
         by_seed = {seed: _number(value) for seed, value in row["by_seed"].items()}
         difference = Difference(to_baseline, spread, row["difference_seeds"]) if "difference" in row else None
         about = row["settings"], row["score"], row["unit"]
-        found.append(Summary(*about, mean, ci95, by_seed, row["images"], row["rank"], difference))
+        found.append(Summary(*about, mean, ci95, by_seed, row["images"], row["rank"], difference, row.get("made", "")))
     return found
 
 

@@ -119,7 +119,7 @@ class Diffuse(Config):
 
 def resolve(config: Diffuse, source: Source, device: str, space: LatentSpace | None = None) -> Diffuse:
     """Choose every setting left at "auto", from the images, the autoencoder and the device."""
-    check(_rules(config))
+    check(rules(config))
     m, o, s, n, gpu = config.model, config.optim, config.shortcut, len(source), device != "cpu"
     check_images(config, n)
     if m.conditional and source.labels is None:
@@ -184,7 +184,7 @@ def build_model(config: Diffuse, in_chans: int, classes: int | None, factor: int
     )  # fmt: skip
 
 
-def _rules(config: Diffuse) -> list[Rule]:
+def rules(config: Diffuse) -> list[Rule]:
     """What has to hold."""
     m, o, k = config.model, config.optim, config.machine
     settled = replace(o, ema=None) if o.ema == "auto" else o

@@ -145,7 +145,7 @@ def _of_timm(model: str, weights: str) -> nn.Module:
 
 def resolve(config: Finetune, start: Start, source: Source, device: str) -> Finetune:
     """Choose every setting left at "auto", from the network, the images and the device."""
-    check(_rules(config))
+    check(rules(config))
     n, o = len(source), config.optim
     check_images(config, n)
     scratch, resnet = isinstance(start, str), is_resnet(start)
@@ -249,7 +249,7 @@ def _sizes_as_trained(config: Finetune, start: Start) -> dict[str, Any]:
     return {"img_size": side, **shape, **own}
 
 
-def _rules(config: Finetune) -> list[Rule]:
+def rules(config: Finetune) -> list[Rule]:
     """What has to hold."""
     o, r = config.optim, config.regular
     rules = common_rules(config.data, o, config.shortcut, config.machine)

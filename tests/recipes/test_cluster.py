@@ -17,8 +17,9 @@ def test_without_ray_it_says_how_to_get_it(tmp_path, monkeypatch, capsys) -> Non
 
 def test_a_failing_run_on_ray_costs_the_others_nothing(tmp_path: Path, capsys) -> None:
     ray = pytest.importorskip("ray")
-    args = ["sweep", "finetune", "resmlp", "--depth", "2", "--width", "8", "--data", "shapes?n=48&size=16&test=16"]
-    args += ["--batch-size", "16", "--steps", "2", "--cpu", "--trackers", "--alpha-min", "7", "0.8", "--on", "ray"]
+    args = ["sweep", "finetune", "resmlp", "--depth", "2", "--width", "8"]
+    args += ["--data", "folder:nowhere", "shapes?n=48&size=16&test=16"]
+    args += ["--batch-size", "16", "--steps", "2", "--cpu", "--trackers", "--on", "ray"]
     ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
     try:
         assert cli.main([*args, "--gpus-per-run", "2", "--out", str(tmp_path)]) == 2
@@ -27,8 +28,8 @@ def test_a_failing_run_on_ray_costs_the_others_nothing(tmp_path: Path, capsys) -
     finally:
         ray.shutdown()
     printed = capsys.readouterr()
-    assert "1 of 2 runs failed: alpha_min=7" in " ".join(printed.err.split())
+    assert "1 of 2 runs failed: data=folder-nowhere,seed=0-" in " ".join(printed.err.split())
     bad, good = json.loads((tmp_path / "sweep.json").read_text())["trials"]
     assert (good["status"], bad["status"]) == ("done", "failed")
-    assert "alpha_min is 7.0" in bad["error"]
+    assert "folder:nowhere" in bad["error"]
     assert "accuracy" in (tmp_path / "sweep.html").read_text()

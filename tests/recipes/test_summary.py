@@ -9,7 +9,7 @@ from scipy import stats
 
 from residua.evaluate import Report, Score
 from residua.recipes.summary import mean_and_interval, read_summary, scores_of, summarise, write_summary
-from residua.recipes.sweep import plan, run
+from residua.recipes.sweep import Kind, Sweep, Trial, plan, run
 from residua.report.sweep import numeric_setting, setting_curves
 
 KNN = "kNN (k 20, T 0.07)"
@@ -62,6 +62,18 @@ def test_differences_are_paired_by_seed_and_ranks_are_of_one_budget(tmp_path: Pa
         assert len(figure.axes[0].containers) == lines
 
 
+@pytest.mark.parametrize(("kind", "ranks"), [("pretrain", [None, None]), ("finetune", [2, 1]), ("diffuse", [2, 1])])
+def test_the_loss_ranks_what_it_measures_and_no_features(tmp_path: Path, kind: Kind, ranks: list[int | None]) -> None:
+    found = Sweep(tmp_path, [], [Trial({"alpha_min": "1.0"}), Trial({"alpha_min": "0.5"})], kind)
+    for trial, loss in zip(found.trials, (2.0, 1.0)):
+        folder = found.run_folder(trial)
+        folder.mkdir(parents=True)
+        Report("shapes", "tokens", [1], (16, 16), 10, 0, "none", 0).save(folder / "evaluation.json")
+        (folder / "finetune.json").write_text("{}")
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": loss}) + "\n")
+    assert [(s.score, s.rank) for s in summarise(found)] == [("training loss", rank) for rank in ranks]
+
+
 def test_a_seed_that_one_side_lacks_is_left_out_of_the_difference(tmp_path: Path, pretend) -> None:
     run(plan(tmp_path, [], {"alpha_min": ["1.0"], "seed": ["0", "1"]}))
     both = plan(tmp_path, [], {"alpha_min": ["0.5"], "seed": ["1", "2"]})
@@ -69,6 +81,47 @@ def test_a_seed_that_one_side_lacks_is_left_out_of_the_difference(tmp_path: Path
     d = next(s.difference for s in summarise(both, {"alpha_min": "1.0"}) if s.difference is not None)
     assert (d.mean, d.n) == (7.0 - 11.0, 1)
     assert math.isnan(d.ci95)
+
+
+def test_a_score_that_some_seeds_lack_is_of_the_others_and_told(tmp_path: Path, pretend) -> None:
+    found = plan(tmp_path, [], {"alpha_min": ["1.0"], "seed": ["0", "1", "2"]})
+    run(found)
+    for trial, text in zip(found.trials, ('{"step": 1, "loss": 2.0}\n', "", '{"step": 1, "loss": 4.0}\n')):
+        (found.run_folder(trial) / "metrics.jsonl").write_text(text)
+    with pytest.warns(UserWarning, match="training loss is over 2 of 3 seeds of alpha_min 1.0: seed 1 has none"):
+        loss = next(s for s in summarise(found) if s.score == "training loss")
+    assert (loss.by_seed, loss.mean, loss.seeds) == ({"0": 2.0, "2": 4.0}, 3.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [("evaluation.json", '{"scores": 3}'), ("config.yaml", "optim: {steps"), ("config.yaml", "[1]")]
+)
+def test_a_run_that_cannot_be_read_has_failed_and_the_others_stand(
+    tmp_path: Path, pretend, file: str, text: str
+) -> None:
+    found = plan(tmp_path, [], {"alpha_min": ["1.0", "0.5"]})
+    run(found)
+    (found.run_folder(found.trials[0]) / file).write_text(text)
+    assert {s.settings["alpha_min"] for s in summarise(found)} == {"0.5"}
+    assert [t.status for t in found.trials] == ["failed", "done"]
+    assert "alpha_min=1.0,seed=0 cannot be read" in found.trials[0].error
+
+
+def test_runs_of_other_images_or_settings_are_told_and_not_compared(tmp_path: Path, pretend) -> None:
+    found = plan(tmp_path, ["--lr", "1e-3"], {"alpha_min": ["1.0", "0.5", "0.4"]})
+    run(found)
+    for trial, epochs, lr in zip(found.trials, (0.25, 0.25, 0.5), (1e-3, 2e-3, 1e-3)):
+        settings = f"data: {{data: shapes}}\noptim: {{steps: 4, batch_size: 16, epochs: {epochs}, lr: {lr}}}"
+        (found.run_folder(trial) / "config.yaml").write_text(settings)
+    with pytest.warns(UserWarning, match="only like ones are compared") as told:
+        knn = [s for s in summarise(found, {"alpha_min": "1.0"}) if s.score == KNN]
+    assert [(s.made, s.rank, s.difference) for s in knn] == [
+        ("256 images of shapes", 1, None),
+        ("lr 0.002, 256 images of shapes", 1, None),
+        ("128 images of shapes", 1, None),
+    ]
+    assert any("128 images of shapes" in str(w.message) and "alpha_min=0.4,seed=0" in str(w.message) for w in told)
+    assert read_summary(write_summary(tmp_path, knn).with_name("summary.json")) == pytest.approx(knn, nan_ok=True)
 
 
 def test_scores_of_a_diffusion_model_are_those_at_the_place_that_the_probe_chose(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""What the arguments of a command come to: its settings, by its own parser and its own rules."""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from tyro.conf import OmitArgPrefixes
+
+from residua import recipes
+
+Kind = Literal["pretrain", "diffuse", "finetune"]
+INSTEAD = {"base_lr": ("lr", "auto"), "epochs": ("steps", None), "alpha_eff": ("alpha_min", "auto")}
+"""Settings that take the place of another, and what that one then is."""
+
+
+def settings(kind: Any, args: list[str], command: Literal["pretrain", "diffuse"], summary: str) -> Any:
+    """What a command trains by: its defaults, a recipe or a file, and the options given."""
+    default = kind()
+    if args and not args[0].startswith("-"):
+        given = args.pop(0)
+        is_file = given.endswith((".yaml", ".yml"))
+        default = kind.read(existing(given)) if is_file else recipes.get(given, command).config
+    default = _instead(default, args)
+    return tyro.cli(
+        kind, args=args, default=default, prog=f"residua {command} [RECIPE|SETTINGS.yaml]", config=(OmitArgPrefixes,),
+        description=f"{summary} Every setting left at 'auto' is chosen from the images and the machine, and printed.",
+    )  # fmt: skip
+
+
+def _instead(default: Any, args: list[str]) -> Any:
+    """A recipe without the settings that those given take the place of; giving both is an error."""
+    given = {arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")}
+    for name, (other, neutral) in INSTEAD.items():
+        if {name, other} <= given:
+            raise ValueError(f"give --{name.replace('_', '-')} or --{other.replace('_', '-')}, not both")
+        if name in given:
+            default = default.override(**{other: neutral})
+    return default
+
+
+def finetune_settings(args: list[str]) -> Any:
+    """The same of `residua finetune`, whose first argument may also be what to train."""
+    from residua.train import Finetune
+
+    default = Finetune()
+    if args and not args[0].startswith("-"):
+        given = args.pop(0)
+        is_file = given.endswith((".yaml", ".yml")) and Path(given).expanduser().is_file()
+        default = Finetune.read(Path(given).expanduser()) if is_file else default.override(model=given)
+    return tyro.cli(
+        Finetune, args=args, default=default, prog="residua finetune RUN|CHECKPOINT|timm:NAME|NETWORK|SETTINGS.yaml",
+        config=(OmitArgPrefixes,),
+        description="Train an encoder with a new head end to end on labelled images, or a network from scratch, and "
+        "test it. Every setting left at 'auto' is chosen from the network, the images and the machine, and printed.",
+    )  # fmt: skip
+
+
+def existing(path: str) -> Path:
+    file = Path(path).expanduser()
+    if not file.exists():
+        raise ValueError(f"there is no settings file {file}")
+    return file
+
+
+# ---------------------------------------------------------------- without running the command
+
+
+def read(command: Kind, args: Sequence[str]) -> Any:
+    """The configuration that a command would train by; what it refuses before it looks at images is a ValueError."""
+    from residua.nn.shortcut import Decay
+    from residua.train.options import check
+
+    config = _parse(command, args)
+    check(_rules(command, config))
+    asked = {f.name: getattr(config.shortcut, f.name) for f in fields(Decay)}
+    Decay(**asked | ({"alpha_min": 1.0} if asked["alpha_min"] == "auto" else {}))
+    return config
+
+
+@functools.cache
+def value_of(command: Kind, name: str, *values: str) -> Any:
+    """What a setting as typed means: 1 and 1.0 are the same; as it is, where it means nothing."""
+    flag = f"--{name.replace('_', '-')}"
+    try:
+        return _parse(command, [flag, *values]).settings()[name]
+    except ValueError:
+        return " ".join(values)
+
+
+def _parse(command: Kind, args: Sequence[str]) -> Any:
+    """By the command's own parser, whose words on what is wrong become a ValueError of one line."""
+    from residua.train import Pretrain
+    from residua.train.diffuse_config import Diffuse
+
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            if command == "finetune":
+                return finetune_settings(list(args))
+            return settings(Diffuse if command == "diffuse" else Pretrain, list(args), command, "")
+    except SystemExit:
+        raise ValueError(_reason(said.getvalue())) from None
+
+
+def _reason(boxed: str) -> str:
+    """The first paragraph of a box that the parser draws, below its title."""
+    lines = (line.strip(" │|") for line in boxed.splitlines()[1:])
+    words = itertools.groupby(lines, key=lambda line: any(c.isalnum() for c in line))
+    return next((" ".join(part) for has, part in words if has), "the parser refuses it")
+
+
+def _rules(command: Kind, config: Any) -> Any:
+    """What has to hold, as the command itself has it."""
+    from residua.train import diffuse_config, finetune_config
+    from residua.train.options import common_rules
+
+    if command == "pretrain":
+        return common_rules(config.data, config.optim, config.shortcut, config.machine)
+    return (diffuse_config if command == "diffuse" else finetune_config).rules(config)
