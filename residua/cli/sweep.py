@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -29,6 +30,8 @@ network, as in residua finetune.
   --jobs N            runs at once, on one GPU or CPU, which share the cores (default 1)
   --out DIR           folder of the sweep (default sweeps/RECIPE)
   --baseline S=V ...  also print differences to the runs with these settings, paired by seed
+  --tune S=V,V,...    first give the baseline each of these values, then everything the one that suited it best in the
+                      probe on held-out training images (of pretrain and diffuse)
   --open              open the page in the browser
 
 Of diffusion models, which are probed by block and noise level when they are trained:
@@ -41,11 +44,12 @@ On a Ray cluster (pip install 'residua[ray]'; folder and images where all its ma
   --gpus-per-run G    0.5: two on each GPU (default: one where there are any)
 
   residua sweep mae-tiny-imagenet --alpha-min 1.0 0.8 0.7 --seeds 3 --jobs 2 --baseline alpha_min=1.0
+  residua sweep mae-tiny-imagenet --alpha-min 1.0 0.7 --baseline alpha_min=1.0 --tune lr=1.5e-4,3e-4,6e-4 --seeds 3
   residua sweep --data folder:my_photos --alpha-min 1.0 0.8 --anneal 0 0.5
   residua sweep uvit-cifar100 --alpha-min 1.0 0.7 --seeds 3 --score 10000 --on ray --gpus-per-run 0.5
   residua sweep finetune resnet18 --data cifar10 --alpha-min 1.0 0.7 --stages 2,2,2,2 2,2,6,2 --seeds 3
 """
-OWN = ("out", "seeds", "jobs", "open", "baseline", "on", "ray_address", "gpus_per_run", "score")
+OWN = ("out", "seeds", "jobs", "open", "baseline", "tune", "on", "ray_address", "gpus_per_run", "score")
 EVALUATE = ("probe", "times", "layers", "k", "limit")
 
 
@@ -80,6 +84,7 @@ def _sweep(folder: Path, kind: Any, base: str, given: Mapping[str, list[str]], o
     if not grid:
         raise ValueError("nothing is swept: give a setting several values, as in --alpha-min 1.0 0.9, or --seeds 3")
     baseline = _baseline(own["baseline"], grid)
+    name, values = _tune(own["tune"], kind, {*grid, *given}, {*grid} - {"seed", *baseline}) if own["tune"] else ("", [])
     of = _settings(kind)
     options: dict[str, Any] = {
         what: [name for name in grid if of[name] == form] for what, form in (("lists", "list"), ("switches", "switch"))
@@ -87,12 +92,42 @@ def _sweep(folder: Path, kind: Any, base: str, given: Mapping[str, list[str]], o
     options["evaluate"] = _evaluate(after, given) if kind == "diffuse" else []
     options["score"] = _score(own["score"], kind, given) if own["score"] is not None else []
     start = _start(own)
-    plan = engine.plan(folder, ([base] if base else []) + fixed, grid, **options)
+    args = ([base] if base else []) + fixed
+    if name:
+        seeds = {"seed": grid["seed"]} if "seed" in grid else {}
+        cell = {key: [value] for key, value in baseline.items()}
+        plan = engine.plan(folder, args, {**cell, name: values, **seeds}, **options)
+        _carry_out(plan, start)
+        grid[name] = [_best(plan, baseline, name, values)]
+    plan = engine.plan(folder, args, grid, **options)
+    _carry_out(plan, start)
+    _conclude(plan, baseline, own["open"] is not None)
+
+
+def _carry_out(plan: Any, start: Any) -> None:
     ready = sum(trial.status == "done" for trial in plan.trials)
-    say(f"{len(plan.trials)} runs in {folder}, {ready} of them finished before")
+    say(f"{len(plan.trials)} runs in {plan.folder}, {ready} of them finished before")
     if ready < len(plan.trials):
         start(plan, _ended)
-    _conclude(plan, baseline, own["open"] is not None)
+
+
+def _best(plan: Any, baseline: Mapping[str, str], name: str, values: Sequence[str]) -> str:
+    """The value of a setting that suits the baseline best."""
+    from residua.recipes.tune import tuned
+
+    found = tuned(plan, baseline, name, values)
+    if not found:
+        raise ValueError(
+            f"--tune {name}: no value has a probe on held-out images for every seed; it needs labels, and runs that do "
+            f"not fail, see {plan.folder / 'logs'}"
+        )
+    best = next(iter(found))
+    say(f"tuned   {name} {best}: held-out probe " + ", ".join(f"{found[v]:.2f} % at {v}" for v in values if v in found))
+    if len(found) < len(values):
+        note(f"left out of it, as runs failed: {', '.join(v for v in values if v not in found)}")
+    if best in (min(values, key=float), max(values, key=float)):
+        note(f"{name} {best} is at the end of the values tried: one beyond it may suit the baseline better")
+    return best
 
 
 def _ended(trial: Any) -> None:
@@ -254,6 +289,28 @@ def _baseline(given: list[str] | None, grid: Mapping[str, list[str]]) -> dict[st
     if not found:
         raise ValueError("--baseline needs a setting that is swept, as in --baseline alpha_min=1.0")
     return found
+
+
+def _tune(given: list[str], kind: str, taken: Collection[str], free: Collection[str]) -> tuple[str, list[str]]:
+    """The setting to tune and the values to try."""
+    name, _, text = given[0].partition("=") if given else ("", "", "")
+    name, values = name.replace("-", "_"), list(dict.fromkeys(text.split(",")))
+    if len(given) != 1 or len(values) < 2 or not all(map(_is_number, values)):
+        raise ValueError(f"--tune {' '.join(given)}: give a setting and numbers to try, as in --tune lr=1e-4,3e-4,1e-3")
+    if kind == "finetune":
+        raise ValueError("--tune chooses by the probe on held-out images, which finetune has not: sweep the setting")
+    if _settings(kind).get(name) != "value" or name == "seed" or name in taken:
+        raise ValueError(f"--tune {name}: it must be a setting of {kind} that is neither swept nor given")
+    if free:
+        raise ValueError(f"--tune needs to know the baseline: give --baseline a value of {', '.join(sorted(free))} too")
+    return name, values
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _evaluate(after: Mapping[str, list[str]], given: Mapping[str, list[str]]) -> list[str]:

@@ -252,9 +252,9 @@ def _sizes_as_trained(config: Finetune, start: Start) -> dict[str, Any]:
 def rules(config: Finetune) -> list[Rule]:
     """What has to hold."""
     o, r = config.optim, config.regular
-    rules = common_rules(config.data, o, config.shortcut, config.machine)
+    found = common_rules(config.data, o, config.shortcut, config.machine)
     decays: Any = o.weight_decay, o.layer_decay
-    rules += [
+    found += [
         ("weight_decay", decays[0], decays[0] == "auto" or decays[0] >= 0, "0 or more"),
         ("layer_decay", decays[1], decays[1] == "auto" or 0 < decays[1] <= 1, "a factor in (0, 1]"),
         ("momentum", o.momentum, 0 < o.momentum < 1, "a factor between 0 and 1"),
@@ -262,5 +262,5 @@ def rules(config: Finetune) -> list[Rule]:
     for name, value in asdict(r).items():
         most = math.inf if name in ("mixup", "cutmix") else 1.0
         holds = value == "auto" or 0 <= value < most
-        rules.append((name, value, holds, "0 or more" if most > 1 else "a share in [0, 1)"))
-    return rules
+        found.append((name, value, holds, "0 or more" if most > 1 else "a share in [0, 1)"))
+    return found
