@@ -26,8 +26,8 @@ class ScoreOptions:
     reference: str | None = None
     """The same of real images; or a .npz file of statistics (mu, sigma), for FID alone. Default for a run: what it was
     trained on."""
-    n: Annotated[int, arg(aliases=["-n"])] = 10_000
-    """Samples of a run: images 0 to n - 1."""
+    n: Annotated[int | None, arg(aliases=["-n"])] = None
+    """Samples of a run: images 0 to n - 1; default: 10,000."""
     latents: str | None = None
     """Of a run in latents: where its autoencoder lies now, by name or folder; default: where it was."""
     fid: bool = False
@@ -92,6 +92,8 @@ def score(args: list[str]) -> None:
     if _is_run(o.samples):
         samples, own = _planned(o)
         size = size or own
+    elif o.n is not None or o.latents:
+        raise ValueError(f"{o.samples} is no run of residua diffuse: -n and --latents are for those, --limit for all")
     where = _out(o.out, samples)
     cache = FeatureCache(o.cache_dir or cache_dir() / "references", note) if o.cache else None
     asked = {"fid": o.fid, "kid": o.kid, "prc": o.prc}
@@ -142,14 +144,15 @@ def _planned(o: ScoreOptions) -> tuple[Planned, tuple[int, int]]:
 
     from .sample import SampleOptions, make, plan
 
-    options = SampleOptions(o.samples, n=o.n, latents=o.latents, device=o.device)
-    check_numbers(o.n, 0, None)
+    n = 10_000 if o.n is None else o.n
+    options = SampleOptions(o.samples, n=n, latents=o.latents, device=o.device)
+    check_numbers(n, 0, None)
     planned = plan(options)
     pre = planned.model.preprocessing
     if pre.in_chans not in (1, 3):
         raise ValueError(f"{o.samples} makes images of {pre.in_chans} channels; images to score have 1 or 3")
     check_place(planned.out, planned.model)
-    return Planned(planned.out, o.n, lambda: make(options, planned)), pre.img_size
+    return Planned(planned.out, n, lambda: make(options, planned)), pre.img_size
 
 
 def _missing(samples: str) -> list[str]:

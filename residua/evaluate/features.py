@@ -15,7 +15,6 @@ from residua.adapt import encoder_of, is_own
 from residua.adapt.foreign import preprocessing_of as preprocessing_of_foreign
 from residua.data import DataError, Feed, Preprocessing, Source, Splits, load
 from residua.data.feed import OnBadImage
-from residua.nn import SiT, UViT
 from residua.nn.vit import patch_grid
 
 from .cache import Entry, FeatureCache, Writer, weights_hash
@@ -52,7 +51,6 @@ __all__ = [
     "collect_all",
     "describe",
     "encoder_subject",
-    "encoder_to_read",
     "extract",
     "frozen",
     "open_feed",
@@ -107,7 +105,7 @@ def extract(
     >>> feats.test.layer(5).shape, feats.train.last.shape, feats.train.of("cls").last.shape
     """
     model = accelerator.unwrap_model(model) if accelerator is not None else model
-    encoder = encoder_to_read(model)
+    encoder = encoder_of(model)
     subject = encoder_subject(encoder, resolve_layers(layers, encoder.depth), check_readouts(readout))
     if views < 0:
         raise ValueError(f"views must not be negative, got {views}")
@@ -151,16 +149,6 @@ class Subject:
     columns: list[Column]
     identity: Callable[[], dict[str, Any]]
     """All that the features depend on beside images and transform."""
-
-
-def encoder_to_read(model: nn.Module) -> Any:
-    """What of a model is read layer by layer; a diffusion model is read by noise level too."""
-    if isinstance(model, UViT | SiT):
-        raise ValueError(
-            f"a {type(model).__name__} is a diffusion model, whose features depend on the noise: use "
-            "residua.evaluate.evaluate_diffusion"
-        )
-    return encoder_of(model)
 
 
 def encoder_subject(encoder: Any, layers: Sequence[int], readouts: tuple[Readout, ...]) -> Subject:

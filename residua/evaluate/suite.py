@@ -26,7 +26,6 @@ from .features import (
     Subject,
     View,
     encoder_subject,
-    encoder_to_read,
     frozen,
     open_cache,
     open_feed,
@@ -113,7 +112,7 @@ def evaluate(
     model = accelerator.unwrap_model(model) if accelerator is not None else model
     device = accelerator.device if device is None and accelerator is not None else device
     data = load(data) if isinstance(data, str) else data
-    encoder = encoder_to_read(model)
+    encoder = encoder_of(model)
     chosen, readouts = resolve_layers(layers, encoder.depth), check_readouts(readout)
     view = View(preprocessing_of(model, data.train, img_size), batch_size, seed=seed, bf16=bf16)
     options = {"learning_rates": learning_rates, "weight_decays": weight_decays, "epochs": epochs}

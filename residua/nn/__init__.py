@@ -80,6 +80,11 @@ def _build(name: str, options: dict[str, Any], decay: Decay) -> Network:
 
 def encoder_of(model: nn.Module) -> ViT:
     """The encoder of an autoencoder or classifier, or the model itself where it is one."""
+    if isinstance(model, UViT | SiT):
+        raise ValueError(
+            f"a {type(model).__name__} is a diffusion model, whose features depend on the noise: use "
+            "residua.evaluate.evaluate_diffusion"
+        )
     encoder = getattr(model, "encoder", model)
     if not isinstance(encoder, ViT):
         raise TypeError(f"{type(model).__name__} has no ViT encoder")

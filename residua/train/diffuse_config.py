@@ -55,7 +55,7 @@ class BackboneConfig:
     skips: bool = True
     """Long skips between the halves of a SiT; a U-ViT always has them."""
     zero_init: bool = True
-    """Start every branch at zero; without it small alpha_min is unstable."""
+    """Start every branch at zero, as the paper does, which finds small alpha_min unstable otherwise."""
     process: Literal["vp", "flow"] | Auto = "auto"
     """vp: variance preserving, predicting noise; flow: the straight path, predicting velocity. auto: vp for U-ViT, flow
     for SiT."""

@@ -441,6 +441,12 @@ def test_a_run_stands_for_its_samples_and_its_images(script: Path, tmp_path: Pat
     assert "give --reference" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [["-n", "4"], ["--latents", "ae"]])
+def test_what_is_for_runs_alone_is_refused_of_others(options: list[str], tmp_path: Path, capsys) -> None:
+    assert cli.main(["score", str(tmp_path), "--reference", "shapes", *options]) == 2
+    assert "-n and --latents are for those" in capsys.readouterr().err
+
+
 def test_a_run_whose_autoencoder_has_moved(script: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     from residua.data import Preprocessing, autoencoder
     from residua.nn.diffusion import VP
