@@ -54,8 +54,8 @@ class BackboneConfig:
     """Heads instead of the size's."""
     skips: bool = True
     """Long skips between the halves of a SiT; a U-ViT always has them."""
-    zero_init: bool = True
-    """Start every branch at zero, as the paper does, which finds small alpha_min unstable otherwise."""
+    zero_init: bool | Auto = "auto"
+    """Start every branch at zero; auto: True, as in the paper, which finds small alpha_min unstable otherwise."""
     process: Literal["vp", "flow"] | Auto = "auto"
     """vp: variance preserving, predicting noise; flow: the straight path, predicting velocity. auto: vp for U-ViT, flow
     for SiT."""
@@ -147,7 +147,8 @@ def resolve(config: Diffuse, source: Source, device: str, space: LatentSpace | N
     return config.override(
         scale=(1.0, 1.0) if config.data.scale == "auto" else config.data.scale,
         batch_size=batch, epochs=steps * batch / n, steps=steps, lr=lr, ema=ema, size=size, img_size=side,
-        patch_size=patch, alpha_min=fading if s.alpha_min == "auto" else s.alpha_min,
+        patch_size=patch, zero_init=True if m.zero_init == "auto" else m.zero_init,
+        alpha_min=fading if s.alpha_min == "auto" else s.alpha_min,
         process=("vp" if m.network == "uvit" else "flow") if m.process == "auto" else m.process, sample_every=every,
         **machine_choices(config.machine, device, steps),
     )  # fmt: skip
