@@ -43,6 +43,8 @@ def _instead(default: Any, args: list[str]) -> Any:
             raise ValueError(f"give --{name.replace('_', '-')} or --{other.replace('_', '-')}, not both")
         if name in given:
             default = default.override(**{other: neutral})
+    if "alpha_min" in given:  # over which alpha_eff would win, as base_lr and epochs do not over lr and steps
+        default = default.override(alpha_eff=None)
     return default
 
 
@@ -55,6 +57,7 @@ def finetune_settings(args: list[str]) -> Any:
         given = args.pop(0)
         is_file = given.endswith((".yaml", ".yml")) and Path(given).expanduser().is_file()
         default = Finetune.read(Path(given).expanduser()) if is_file else default.override(model=given)
+    default = _instead(default, args)
     return tyro.cli(
         Finetune, args=args, default=default, prog="residua finetune RUN|CHECKPOINT|timm:NAME|NETWORK|SETTINGS.yaml",
         config=(OmitArgPrefixes,),

@@ -174,7 +174,13 @@ def summarise(sweep: Sweep, baseline: Mapping[str, str] | None = None) -> list[S
             found.append(Summary(dict(group), name, unit, *interval, by_seed, images, made=apart))
     blind = LOSS if sweep.kind == "pretrain" else ""  # the loss of pretraining does not tell which features are good
     found = [replace(s, rank=_rank(s, found)) if s.score != blind else s for s in found]
-    return compare(found, baseline) if baseline else found
+    return compare(found, _as_told(sweep, baseline)) if baseline else found
+
+
+def _as_told(sweep: Sweep, settings: Mapping[str, str]) -> dict[str, str]:
+    """Settings as the trials have them, however they were typed."""
+    told = {(name, sweep.meaning(name, text)): text for t in sweep.trials for name, text in t.settings.items()}
+    return {name: told.get((name, sweep.meaning(name, text)), text) for name, text in settings.items()}
 
 
 def _results(sweep: Sweep) -> dict[str, _Result]:

@@ -104,10 +104,7 @@ def plan(folder: Path, fixed: Sequence[str], grid: Mapping[str, Sequence[str]], 
     more values, settings or seeds of the same one are welcome, and so are scores of its samples. The folder belongs to
     this process until it ends or releases its lock.
     """
-    cells = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
-    sweep = Sweep(folder, list(fixed), [Trial(cell) for cell in cells], **options)
-    config, *_ = [_read(sweep, trial) for trial in sweep.trials]
-    sweep.shared = _shared(config)
+    sweep, config = checked(folder, fixed, grid, **options)
     folder.mkdir(parents=True, exist_ok=True)
     if not claim(folder / LOCK):
         raise ValueError(f"{folder} is being swept by another process: wait for it, or choose another --out")
@@ -124,6 +121,15 @@ def plan(folder: Path, fixed: Sequence[str], grid: Mapping[str, Sequence[str]], 
         trial.status, trial.error = "done" if sweep.done(trial) else "waiting", ""
     sweep.save()
     return sweep
+
+
+def checked(folder: Path, fixed: Sequence[str], grid: Mapping[str, Sequence[str]], **options: Any) -> tuple[Sweep, Any]:
+    """Every combination of the grid's values, and the configuration of the first; raises what is wrong with any."""
+    cells = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
+    sweep = Sweep(folder, list(fixed), [Trial(cell) for cell in cells], **options)
+    config, *_ = [_read(sweep, trial) for trial in sweep.trials]
+    sweep.shared = _shared(config)
+    return sweep, config
 
 
 def _read(sweep: Sweep, trial: Trial) -> Any:
@@ -167,7 +173,7 @@ def _stored(folder: Path) -> Sweep | None:
 def _check_same(before: Sweep, now: Sweep, free: Collection[str]) -> None:
     """Refuse to mix sweeps that differ in more than the settings that are `free` to."""
     then, given = (
-        {"the command": s.kind, "evaluate": " ".join(s.evaluate), "score": " ".join(s.score)}
+        {"the command": s.kind, "evaluate": _options(s.evaluate), "score": _options(s.score)}
         | {name: text for name, text in s.shared.items() if name not in free}
         for s in (before, now)
     )
@@ -176,6 +182,12 @@ def _check_same(before: Sweep, now: Sweep, free: Collection[str]) -> None:
     if unlike:
         texts = (f"{name} is {then[name] or 'nothing'} there, {given[name] or 'nothing'} here" for name in unlike[:3])
         raise ValueError(f"{now.folder} holds another sweep: {'; '.join(texts)}. Choose another --out")
+
+
+def _options(args: Sequence[str]) -> str:
+    """In one order, and without the device."""
+    options = " ".join(args).removeprefix("--").split(" --")
+    return ", ".join(sorted(option for option in options if not option.startswith("device ")))
 
 
 def _joined_trials(before: Sweep, now: Sweep, swept: Sequence[str]) -> list[Trial]:
@@ -200,7 +212,7 @@ def _joined_trials(before: Sweep, now: Sweep, swept: Sequence[str]) -> list[Tria
         settings = settled(trial, now.shared)
         key = tuple(settings.values())
         asked[key] = asked.get(key) or known.get(key) or Trial(settings)
-    return [*asked.values(), *(trial for key, trial in known.items() if key not in asked and now.done(trial))]
+    return [*asked.values(), *(trial for key, trial in known.items() if key not in asked and before.done(trial))]
 
 
 def _without(args: Sequence[str], names: Collection[str]) -> list[str]:
@@ -232,7 +244,7 @@ def _flags(sweep: Sweep, trial: Trial) -> list[str]:
     """A trial's settings as arguments; of two that take each other's place, the one that is in force."""
     given = dict(trial.settings)
     for name, (other, neutral) in INSTEAD.items():
-        if {name, other} <= given.keys() and sweep.kind != "finetune":
+        if {name, other} <= given.keys():
             del given[other if given[other] == str(neutral) else name]
     flags: list[str] = []
     for key, value in given.items():

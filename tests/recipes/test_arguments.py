@@ -17,6 +17,19 @@ def test_the_settings_that_a_command_would_train_by(tmp_path: Path) -> None:
     assert read("diffuse", [str(tmp_path / "own.yaml")]).model.process == "flow"
 
 
+@pytest.mark.parametrize("command", ["pretrain", "diffuse", "finetune"])
+def test_of_settings_that_take_each_others_place_the_given_one_is_in_force(command: Kind, tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("alpha_eff: 0.1\nsteps: 5\nlr: 1e-3")
+    plain = read(command, [str(file), "--alpha-min", "1.0"])
+    assert plain.shortcut.alpha_eff is None
+    assert read(command, [str(file), "--epochs", "2", "--base-lr", "1e-4"]).settings().items() >= {
+        "steps": None, "lr": "auto", "alpha_eff": 0.1,
+    }.items()  # fmt: skip
+    with pytest.raises(ValueError, match=r"^give --alpha-eff or --alpha-min, not both$"):
+        read(command, [str(file), "--alpha-min", "1.0", "--alpha-eff", "0.5"])
+
+
 @pytest.mark.parametrize(
     ("command", "args", "message"),
     [

@@ -74,6 +74,13 @@ def test_the_loss_ranks_what_it_measures_and_no_features(tmp_path: Path, kind: K
     assert [(s.score, s.rank) for s in summarise(found)] == [("training loss", rank) for rank in ranks]
 
 
+def test_the_baseline_is_found_however_it_is_typed(tmp_path: Path, pretend) -> None:
+    grid = {"scale": ["0.2,1.0", "0.5,1.0"], "alpha_min": ["1.0"]}
+    found = plan(tmp_path, [], grid, lists=["scale"])
+    run(found)
+    assert [s.difference is None for s in summarise(found, {"scale": "0.20,1"})] == [True, True, False, False]
+
+
 def test_a_seed_that_one_side_lacks_is_left_out_of_the_difference(tmp_path: Path, pretend) -> None:
     run(plan(tmp_path, [], {"alpha_min": ["1.0"], "seed": ["0", "1"]}))
     both = plan(tmp_path, [], {"alpha_min": ["0.5"], "seed": ["1", "2"]})

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from residua import cli
-from residua.cli.sweep import _split, _waited_for
+from residua.cli.sweep import _waited_for
+from residua.cli.sweep_options import kind_of, split
 from residua.recipes import sweep
 from residua.recipes.summary import summarise
 from residua.recipes.sweep import Sweep, Trial, plan, run
@@ -358,6 +359,8 @@ def test_a_diffusion_model_is_trained_and_probed(tmp_path: Path, capsys: pytest.
         (["--seeds", "2", "--no-evaluate"], "not for sweeps"),
         (["--seeds", "2", "--evaluate", "False"], "evaluate False is not for sweeps"),
         (["--seeds", "2", "--evaluate", "True", "False"], "evaluate=False,seed=0: evaluate False is not for sweeps"),
+        (["--seeds", "2", "--no-flip", "True", "False"], "--no-flip True: give --no-flip alone, or --flip True False"),
+        (["--seeds", "2", "--no-lr"], "no setting of pretrain named 'no_lr'"),
         (["--lr", "1e-3", "abc"], "lr=abc: Error parsing --lr"),
         (["--clip", "None", "none"], "clip=none: Error parsing --clip"),
         (["--alpha-min", "0.9", "7"], "alpha_min=7: alpha_min is 7.0; it must lie in [0, 1]"),
@@ -381,6 +384,10 @@ def test_a_diffusion_model_is_trained_and_probed(tmp_path: Path, capsys: pytest.
         (["--alpha-min", "1.0", "0.9", "--tune", "lr=1e-3,2e-3"], "give --baseline a value of alpha_min too"),
         (["--seeds", "2", "--tune", "lr=1e-3"], "numbers to try"),
         (["--seeds", "2", "--tune", "lr=1e-3,fast"], "numbers to try"),
+        (["--seeds", "2", "--tune"], "--tune : it takes one value"),
+        (["--seeds", "2", "--tune", "lr=1,2", "clip=1,2"], "--tune lr=1,2 clip=1,2: it takes one value"),
+        (["--alpha-min", "1", "7", "--baseline", "alpha_min=1", "--tune", "lr=1,2"], "alpha_min=7,lr=1: alpha_min is"),
+        (["--alpha-min", "1.0", "0.9", "--seeds"], "--seeds : give one whole number"),
         (["--seeds", "2", "--tune", "speed=1,2"], "neither swept nor given"),
         (["--seeds", "2", "--lr", "1e-3", "--tune", "lr=1e-3,2e-3"], "neither swept nor given"),
         (["finetune", "resnet18", "--seeds", "2", "--tune", "lr=1,2"], "which finetune has not"),
@@ -395,20 +402,21 @@ def test_wrong_inputs(args: list[str], message: str, capsys: pytest.CaptureFixtu
 
 
 def test_settings_that_are_lists_are_shared_or_swept_with_commas() -> None:
-    fixed, grid = _split({"scale": ["0.2", "1.0"], "alpha_min": ["1.0", "0.9"], "no_flip": [], "lr": ["1e-3"]})
+    fixed, grid = split({"scale": ["0.2", "1.0"], "alpha_min": ["1.0", "0.9"], "no_flip": [], "lr": ["1e-3"]})
     assert fixed == ["--scale", "0.2", "1.0", "--no-flip", "--lr", "1e-3"]
     assert grid == {"alpha_min": ["1.0", "0.9"]}
-    fixed, grid = _split({"stages": ["2,2,2,2", "2,2,6,2"], "betas": ["0.9,0.99"]}, "finetune")
+    fixed, grid = split({"stages": ["2,2,2,2", "2,2,6,2"], "betas": ["0.9,0.99"]}, "finetune")
     assert fixed == ["--betas", "0.9", "0.99"]
     assert grid == {"stages": ["2,2,2,2", "2,2,6,2"]}
+    assert split({"scale": ["auto", "0.5,1.0"]})[1] == {"scale": ["auto", "0.5,1.0"]}
 
 
 def test_what_is_on_or_off_is_swept_too() -> None:
-    fixed, grid = _split({"flip": ["True", "False"], "norm_pix": ["False"], "zero_init": ["True", "auto"]})
+    fixed, grid = split({"flip": ["True", "False"], "norm_pix": ["False"], "zero_init": ["True", "auto"]})
     assert fixed == ["--no-norm-pix"]
     assert grid == {"flip": ["True", "False"], "zero_init": ["True", "auto"]}
     with pytest.raises(ValueError, match="--flip maybe: it is on or off"):
-        _split({"flip": ["maybe"]})
+        split({"flip": ["maybe"]})
 
 
 def test_cells_that_failed_and_are_asked_for_no_more_are_gone(pretend: object, tmp_path: Path) -> None:
@@ -417,14 +425,33 @@ def test_cells_that_failed_and_are_asked_for_no_more_are_gone(pretend: object, t
     assert [t.name for t in found.trials] == ["alpha_min=0.9,seed=0", "alpha_min=1.0,seed=0"]
 
 
+def test_runs_of_earlier_calls_are_scored_with_those_of_the_call_that_asks_for_it(tmp_path: Path) -> None:
+    before = plan(tmp_path, ["uvit-shapes"], {"alpha_min": ["1.0"]}, kind="diffuse")
+    (run := before.run_folder(before.trials[0])).mkdir(parents=True)
+    (run / "evaluation.json").write_text("{}")
+    now = plan(tmp_path, ["uvit-shapes"], {"alpha_min": ["0.9"]}, kind="diffuse", score=["--n", "8"])
+    assert [(t.name, t.status) for t in now.trials] == [
+        ("alpha_min=0.9,seed=0", "waiting"), ("alpha_min=1.0,seed=0", "waiting"),
+    ]  # fmt: skip
+    assert [stage.done for stage in sweep.stages(now, now.trials[1])] == [True, True, False]
+
+
+def test_options_of_the_evaluation_have_no_order_and_the_device_is_free(tmp_path: Path) -> None:
+    def planned(*evaluate: str) -> Sweep:
+        return plan(tmp_path, ["uvit-shapes"], {"alpha_min": ["1.0"]}, kind="diffuse", evaluate=list(evaluate))
+
+    planned("--times", "0.1", "0.4", "--k", "5", "--no-cache", "--device", "cpu")
+    planned("--k", "5", "--times", "0.1", "0.4", "--no-cache")
+    with pytest.raises(ValueError, match=r"evaluate is k 5, no-cache, times 0.1 0.4 there, k 6"):
+        planned("--k", "6")
+
+
 def test_a_boxed_error_is_told_in_its_words(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("begun\n╭─ Parsing error ─╮\n│ --flip: no True │\n╰─────╯\n")
     assert sweep._last_line(tmp_path / "log") == "--flip: no True"
 
 
 def test_a_settings_file_says_what_it_is_of(tmp_path: Path) -> None:
-    from residua.cli.sweep import _kind_of
-
     for kind, text in (("pretrain", "mask_ratio: 0.5"), ("diffuse", "process: vp"), ("finetune", "mixup: 0.1")):
         (tmp_path / "own.yaml").write_text(text)
-        assert _kind_of(str(tmp_path / "own.yaml")) == kind
+        assert kind_of(str(tmp_path / "own.yaml")) == kind

@@ -61,7 +61,21 @@ def test_values_are_found_however_they_are_typed(tmp_path: Path, pretend, monkey
     monkeypatch.setattr(tune, "held_out", lambda run: 7.0 if "lr=0.001" in run.name else 5.0)
     found = plan(tmp_path / "s", [], {"alpha_min": ["1.0"], "lr": ["0.001", "0.002"]})
     run(found)
-    assert tune.tuned(found, {"alpha_min": "1"}, "lr", ["2e-3", "1e-3"]) == {"1e-3": 7.0, "2e-3": 5.0}
+    assert tune.tuned(found, "lr", ["2e-3", "1e-3"]) == {"1e-3": 7.0, "2e-3": 5.0}
+
+
+def test_runs_of_earlier_calls_with_other_settings_or_seeds_have_no_part_in_it(
+    tmp_path: Path, pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held-out accuracy of 5 at 1e-3 and 6 at 2e-3, but 90 of earlier runs at 1e-3: deeper, or with another seed."""
+    out = tmp_path / "s"
+    run(plan(out, [], {"alpha_min": ["1.0"], "lr": ["1e-3"], "depth": ["2", "4"], "seed": ["0", "1"]}))
+    monkeypatch.setattr(
+        tune, "held_out", lambda run: 6.0 if "lr=2e-3" in run.name else 5.0 if "depth=2,seed=0" in run.name else 90.0
+    )
+    found = plan(out, ["--depth", "2"], {"alpha_min": ["1.0"], "lr": ["1e-3", "2e-3"]})
+    run(found)
+    assert tune.tuned(found, "lr", ["1e-3", "2e-3"]) == {"2e-3": 6.0, "1e-3": 5.0}
 
 
 def test_the_held_out_images_of_a_run(tmp_path: Path) -> None:
