@@ -99,7 +99,7 @@ def encoder_extractor(
     """Pooled tokens of an encoder trained here, whose preprocessing travels with it."""
     try:
         encoder = encoder_of(model)
-    except (TypeError, ValueError) as error:
+    except TypeError as error:
         raise ValueError(f"{name} cannot extract features: {error}") from error
     pre = getattr(model, "preprocessing", None) or encoder.preprocessing
     if pre is None:

@@ -81,7 +81,7 @@ def _build(name: str, options: dict[str, Any], decay: Decay) -> Network:
 def encoder_of(model: nn.Module) -> ViT:
     """The encoder of an autoencoder or classifier, or the model itself where it is one."""
     if isinstance(model, UViT | SiT):
-        raise ValueError(
+        raise TypeError(
             f"a {type(model).__name__} is a diffusion model, whose features depend on the noise: use "
             "residua.evaluate.evaluate_diffusion"
         )

@@ -29,7 +29,7 @@ def network(name: str = "uvit", **options: Any) -> Any:
 @pytest.mark.parametrize("name", ["uvit", "sit"])
 def test_what_reads_encoders_points_to_what_reads_diffusion_models(name: str) -> None:
     for read in (residua.evaluate.evaluate, residua.evaluate.extract):
-        with pytest.raises(ValueError, match=r"is a diffusion model.* use residua\.evaluate\.evaluate_diffusion$"):
+        with pytest.raises(TypeError, match=r"is a diffusion model.* use residua\.evaluate\.evaluate_diffusion$"):
             read(network(name), DATA)
     assert residua.evaluate.evaluate_diffusion is evaluate_diffusion
 
