@@ -1,10 +1,12 @@
 """A small encoder and small data sets."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from residua.data import Splits, load
 from residua.data.arrays import ArraySource
@@ -51,3 +53,26 @@ def noise() -> Splits:
         return ArraySource("noise", split, pixels, classes=["a", "b", "c"], labels=np.arange(n) % 3)
 
     return Splits("noise", part("train", 50), part("test", 21))
+
+
+class Small(nn.Module):
+    """A network in place of Inception."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.conv(x / 255)).mean([2, 3])
+
+
+@pytest.fixture
+def write_script() -> Callable[[Path], None]:
+    """Writes it with other weights each time, as TorchScript."""
+    return lambda path: torch.jit.script(Small()).save(path)
+
+
+@pytest.fixture
+def script(write_script: Callable[[Path], None], tmp_path: Path) -> Path:
+    write_script(tmp_path / "small.pt")
+    return tmp_path / "small.pt"

@@ -1,4 +1,4 @@
-"""Sweeps: the grid, what is run again, what a failure or a kill costs, and the command from grid to page."""
+"""Sweeps: the grid, what is run again, and what a failure or a kill costs."""
 
 import json
 import os
@@ -13,23 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from residua import cli
-from residua.cli.sweep import _waited_for
-from residua.cli.sweep_options import kind_of, split
 from residua.recipes import sweep
 from residua.recipes.summary import summarise
 from residua.recipes.sweep import Sweep, Trial, plan, run
 from residua.train.loop import read_metrics
 
-TINY = """
---data shapes?n=48&size=16&test=16 --size nano --depth 2 --embed-dim 32 --num-heads 2 --decoder-embed-dim 32
---decoder-depth 1 --patch-size 4 --batch-size 16 --steps 4 --cpu
-""".split()  # noqa: SIM905
 CLASSIFIER = """
 resmlp --depth 2 --width 8 --data shapes?n=48&size=16&test=16 --batch-size 16 --cpu --trackers
-""".split()  # noqa: SIM905
-UVIT = """
-uvit-shapes --data shapes?n=48&size=16&test=16 --depth 2 --embed-dim 32 --num-heads 2 --batch-size 16 --steps 4
---sample-every 0 --trackers --cpu
 """.split()  # noqa: SIM905
 START = """
 import pathlib, sys
@@ -269,11 +259,6 @@ def test_a_run_that_is_still_going_is_waited_for(tmp_path: Path, pretend) -> Non
     assert pretend.names == []
 
 
-def test_a_run_that_is_waited_for_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    _waited_for(Trial({"seed": "0"}))
-    assert capsys.readouterr().out == "waiting for seed=0, still running from an earlier call\n"
-
-
 def test_a_sweep_killed_half_way_continues_and_agrees_with_one_that_was_not(tmp_path: Path) -> None:
     fixed = [*CLASSIFIER, "--steps", "90", "--checkpoint-every", "10", "--eval-every", "10"]
     out = tmp_path / "killed"
@@ -311,114 +296,6 @@ def _wait(ready, seconds: float = 300) -> None:
         time.sleep(0.01)
 
 
-def test_the_command_from_grid_to_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "sweep"
-    args = ["sweep", *TINY, "--seeds", "1", "--out", str(out), "--eval-every", "1"]
-    assert cli.main(args) == 0
-    printed = capsys.readouterr().out
-    assert "1 runs" in printed
-    assert "linear" in printed
-    page = (out / "sweep.html").read_text()
-    assert "Along training" in page
-    assert "linear probe: one seed." in page
-    assert (out / "runs" / "seed=0" / "report.html").exists()
-    assert cli.main(args) == 0
-    assert "1 of them finished before" in capsys.readouterr().out
-
-
-def test_the_command_compares_with_a_baseline(tmp_path: Path, pretend, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["sweep", "--alpha-min", "1.0", "0.5", "--seeds", "3", "--jobs", "3", "--baseline", "alpha-min=1"]
-    assert cli.main([*args, "--out", str(tmp_path / "sweep")]) == 0
-    printed = capsys.readouterr().out
-    assert "difference to alpha_min 1.0" in printed
-    assert "-3.0 ± 6.6" in " ".join(printed.split())
-    page = (tmp_path / "sweep" / "sweep.html").read_text()
-    assert "Against the baseline" in page
-    assert "-3.0 ± 6.6" in page
-
-
-def test_a_diffusion_model_is_trained_and_probed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "sweep"
-    assert cli.main(["sweep", *UVIT, "--seeds", "1", "--times", "0.1", "0.4", "--k", "5", "--out", str(out)]) == 0
-    rows = json.loads((out / "summary.json").read_text())
-    assert {"linear probe (lbfgs)", "kNN (k 5, T 0.07)", "training loss"} <= {row["score"] for row in rows}
-    assert {row["images"] for row in rows} == {64}
-    assert not (out / "runs" / "seed=0" / "features").exists()  # gigabytes, where there are many runs
-    assert "loss: one seed." in (out / "sweep.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--alpha-min", "1.0"], "nothing is swept"),
-        (["--alpha-mim", "1.0", "0.9"], "did you mean alpha_min"),
-        (["--seeds", "0", "--alpha-min", "1.0", "0.9"], "one whole number"),
-        (["--seeds", "2", "--seed", "1", "2"], "not both"),
-        (["mae-shapes", "oops", "--seeds", "2"], "belongs to no setting"),
-        (["--seeds", "2", "--resume"], "not for sweeps"),
-        (["--seeds", "2", "--no-evaluate"], "not for sweeps"),
-        (["--seeds", "2", "--evaluate", "False"], "evaluate False is not for sweeps"),
-        (["--seeds", "2", "--evaluate", "True", "False"], "evaluate=False,seed=0: evaluate False is not for sweeps"),
-        (["--seeds", "2", "--no-flip", "True", "False"], "--no-flip True: give --no-flip alone, or --flip True False"),
-        (["--seeds", "2", "--no-lr"], "no setting of pretrain named 'no_lr'"),
-        (["--lr", "1e-3", "abc"], "lr=abc: Error parsing --lr"),
-        (["--clip", "None", "none"], "clip=none: Error parsing --clip"),
-        (["--alpha-min", "0.9", "7"], "alpha_min=7: alpha_min is 7.0; it must lie in [0, 1]"),
-        (["--lr", "1e-3", "-1"], "lr=-1: lr is -1.0; expected a positive number"),
-        (["--lr", "1e-3", "2e-3", "--base-lr", "1e-4"], "give --base-lr or --lr, not both"),
-        (["finetune", "resnet18", "--mixup", "0.1", "-2"], "mixup=-2: mixup is -2.0; expected 0 or more"),
-        (["uvit-shapes", "--label-dropout", "0.1", "2"], "label_dropout=2: label_dropout is 2.0"),
-        (["--seeds", "2", "--jobs", "0"], "one whole number"),
-        (["mae-shape", "--seeds", "2"], "did you mean mae-shapes"),
-        (["nowhere.yaml", "--seeds", "2"], "no settings file"),
-        (["diffuse", "mae-shapes", "--seeds", "2"], "recipe of another command"),
-        (["finetune", "--seeds", "2"], "say what to train"),
-        (["finetune", "resnet1", "--seeds", "2"], "none of the networks"),
-        (["finetune", "resnet18", "--stages", "2,2,2,2", "2", "--seeds", "2"], "join each list with commas"),
-        (["resnet18", "--seeds", "2"], "residua sweep finetune resnet18"),
-        (["finetune", "resnet18", "--times", "0.1", "--seeds", "2"], "no setting of finetune named 'times'"),
-        (["--seeds", "2", "--score", "10"], "--score is for diffusion models"),
-        (["uvit-shapes", "--seeds", "2", "--score", "10", "--fid-extractor", "nowhere"], "no extractor 'nowhere'"),
-        (["uvit-shapes", "--seeds", "2", "--probe", "mae"], "lbfgs, simple and cached"),
-        (["--alpha-min", "1.0", "0.9", "--baseline", "lr=1"], "none of the settings that are swept: alpha_min=1.0"),
-        (["--alpha-min", "1.0", "0.9", "--tune", "lr=1e-3,2e-3"], "give --baseline a value of alpha_min too"),
-        (["--seeds", "2", "--tune", "lr=1e-3"], "numbers to try"),
-        (["--seeds", "2", "--tune", "lr=1e-3,fast"], "numbers to try"),
-        (["--seeds", "2", "--tune"], "--tune : it takes one value"),
-        (["--seeds", "2", "--tune", "lr=1,2", "clip=1,2"], "--tune lr=1,2 clip=1,2: it takes one value"),
-        (["--alpha-min", "1", "7", "--baseline", "alpha_min=1", "--tune", "lr=1,2"], "alpha_min=7,lr=1: alpha_min is"),
-        (["--alpha-min", "1.0", "0.9", "--seeds"], "--seeds : give one whole number"),
-        (["--seeds", "2", "--tune", "speed=1,2"], "neither swept nor given"),
-        (["--seeds", "2", "--lr", "1e-3", "--tune", "lr=1e-3,2e-3"], "neither swept nor given"),
-        (["finetune", "resnet18", "--seeds", "2", "--tune", "lr=1,2"], "which finetune has not"),
-        (["--seeds", "2", "--gpus-per-run", "0.5"], "--jobs N runs several at once"),
-        (["--seeds", "2", "--on", "slurm"], "give ray"),
-    ],
-)
-def test_wrong_inputs(args: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["sweep", *args, "--out", str(tmp_path / "x")]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "x").exists()
-
-
-def test_settings_that_are_lists_are_shared_or_swept_with_commas() -> None:
-    fixed, grid = split({"scale": ["0.2", "1.0"], "alpha_min": ["1.0", "0.9"], "no_flip": [], "lr": ["1e-3"]})
-    assert fixed == ["--scale", "0.2", "1.0", "--no-flip", "--lr", "1e-3"]
-    assert grid == {"alpha_min": ["1.0", "0.9"]}
-    fixed, grid = split({"stages": ["2,2,2,2", "2,2,6,2"], "betas": ["0.9,0.99"]}, "finetune")
-    assert fixed == ["--betas", "0.9", "0.99"]
-    assert grid == {"stages": ["2,2,2,2", "2,2,6,2"]}
-    assert split({"scale": ["auto", "0.5,1.0"]})[1] == {"scale": ["auto", "0.5,1.0"]}
-
-
-def test_what_is_on_or_off_is_swept_too() -> None:
-    fixed, grid = split({"flip": ["True", "False"], "norm_pix": ["False"], "zero_init": ["True", "auto"]})
-    assert fixed == ["--no-norm-pix"]
-    assert grid == {"flip": ["True", "False"], "zero_init": ["True", "auto"]}
-    with pytest.raises(ValueError, match="--flip maybe: it is on or off"):
-        split({"flip": ["maybe"]})
-
-
 def test_cells_that_failed_and_are_asked_for_no_more_are_gone(pretend: object, tmp_path: Path) -> None:
     run(plan(tmp_path, [], {"alpha_min": ["1.0", "0"]}))
     found = plan(tmp_path, [], {"alpha_min": ["0.9"]})
@@ -449,9 +326,3 @@ def test_options_of_the_evaluation_have_no_order_and_the_device_is_free(tmp_path
 def test_a_boxed_error_is_told_in_its_words(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("begun\n╭─ Parsing error ─╮\n│ --flip: no True │\n╰─────╯\n")
     assert sweep._last_line(tmp_path / "log") == "--flip: no True"
-
-
-def test_a_settings_file_says_what_it_is_of(tmp_path: Path) -> None:
-    for kind, text in (("pretrain", "mask_ratio: 0.5"), ("diffuse", "process: vp"), ("finetune", "mixup: 0.1")):
-        (tmp_path / "own.yaml").write_text(text)
-        assert kind_of(str(tmp_path / "own.yaml")) == kind
