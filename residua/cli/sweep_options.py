@@ -141,7 +141,11 @@ def tune_of(given: list[str], kind: str, taken: Collection[str], free: Collectio
     """The setting to tune and the values to try."""
     name, _, text = given[0].partition("=")
     name, values = name.replace("-", "_"), list(dict.fromkeys(text.split(",")))
-    if len(values) < 2 or not all(map(_is_number, values)):
+    try:
+        numbers = [float(value) for value in values]
+    except ValueError:
+        numbers = []
+    if len(numbers) < 2 or not all(map(math.isfinite, numbers)):
         raise ValueError(f"--tune {given[0]}: give a setting and numbers to try, as in --tune lr=1e-4,3e-4,1e-3")
     if kind == "finetune":
         raise ValueError("--tune chooses by the probe on held-out images, which finetune has not: sweep the setting")
@@ -150,13 +154,6 @@ def tune_of(given: list[str], kind: str, taken: Collection[str], free: Collectio
     if free:
         raise ValueError(f"--tune needs to know the baseline: give --baseline a value of {', '.join(sorted(free))} too")
     return name, values
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
 
 
 def evaluate_options(after: Mapping[str, list[str]], given: Mapping[str, list[str]]) -> list[str]:

@@ -22,6 +22,7 @@ from residua.evaluate.report import MODEL
 from residua.recipes.sweep import Sweep
 from residua.recipes.trial import Trial, same_value, text_of
 from residua.report.runs import NotARun, headline, read_config, read_run
+from residua.report.sweep import group_name
 from residua.train.checkpoint import write_text
 from residua.train.loop import read_metrics
 from residua.train.options import read_flat
@@ -169,7 +170,7 @@ def summarise(sweep: Sweep, baseline: Mapping[str, str] | None = None) -> list[S
             by_seed = {seed: r.scores[name][0] for seed, r in own.items() if name in r.scores}
             if len(by_seed) < len(own):
                 lack = ", ".join(seed for seed in own if seed not in by_seed)
-                _tell(f"{name} is over {len(by_seed)} of {len(own)} seeds of {_words(group)}: seed {lack} has none")
+                _tell(f"{name} is over {len(by_seed)} of {len(own)} seeds of {group_name(group)}: seed {lack} has none")
             interval = mean_and_interval(list(by_seed.values()))
             found.append(Summary(dict(group), name, unit, *interval, by_seed, images, made=apart))
     blind = LOSS if sweep.kind == "pretrain" else ""  # the loss of pretraining does not tell which features are good
@@ -245,10 +246,6 @@ def _made(results: Mapping[str, _Result]) -> dict[str, str]:
 
 def _tell(text: str) -> None:
     warnings.warn(text, stacklevel=2)
-
-
-def _words(group: Sequence[tuple[str, str]]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in group) or "all runs"
 
 
 def compare(found: Sequence[Summary], baseline: Mapping[str, str]) -> list[Summary]:

@@ -103,7 +103,7 @@ def _ranking_note(summaries: Sequence[Any]) -> str:
 
 
 def difference_note(baseline: Mapping[str, str]) -> str:
-    name = ", ".join(f"{key} {value}" for key, value in baseline.items())
+    name = group_name(tuple(baseline.items()))
     return f"difference to {name} at the same other settings and images seen, paired by seed: mean ± 95 % interval"
 
 

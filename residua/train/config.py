@@ -63,8 +63,8 @@ class ModelConfig:
     norm_pix: bool = True
     """Normalise each target patch to mean 0 and variance 1."""
     zero_init: bool | Auto = "auto"
-    """Start every branch at zero; auto: with the U-shaped decoder only, as in the paper. In our runs False was as good
-    or better under fading (docs/choosing-alpha.md). The branches of a trained --encoder stay."""
+    """Start every branch at zero; auto: with the U-shaped decoder only, as in the paper (docs/choosing-alpha.md says
+    what False did). The branches of a trained --encoder stay."""
 
 
 @dataclass(frozen=True)
