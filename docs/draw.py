@@ -12,7 +12,8 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -26,6 +27,9 @@ from residua.report.runs import by_depth
 from residua.report.sweep import numeric_setting, setting_curves
 from residua.train import read_metrics
 
+Curve = Mapping[float, float]
+Folders = Mapping[str, Sequence[Path]]  # label -> runs, one a seed
+
 RECORDS, IMAGES = (Path(__file__).parent / name for name in ("records", "images"))
 RUNS = {
     "demo": {"fading": "demo-fading", "plain": "demo-plain"},
@@ -36,9 +40,10 @@ RUNS = {
         "annealed to 0.7": "tiny-imagenet-22k-anneal-0.7-seed-0",
     },
     "tiny-imagenet-xavier": {
-        "alpha_min 1.0": "tiny-imagenet-22k-xavier-alpha-1.0-seed-0",
-        "alpha_min 0.8": "tiny-imagenet-22k-xavier-alpha-0.8-seed-0",
-        "alpha_min 0.7": "tiny-imagenet-22k-xavier-alpha-0.7-seed-0",
+        "alpha_min 1.0": "tiny-imagenet-22k-xavier-alpha-1.0-seed-*",
+        "alpha_min 0.8": "tiny-imagenet-22k-xavier-alpha-0.8-seed-*",
+        "alpha_min 0.7": "tiny-imagenet-22k-xavier-alpha-0.7-seed-*",
+        "alpha_min 0.6": "tiny-imagenet-22k-xavier-alpha-0.6-seed-*",
     },
     "tiny-imagenet-batch-64": {
         "alpha_min 1.0": "tiny-imagenet-batch-64-alpha-1.0-lr-1.5e-4-seed-0",
@@ -54,7 +59,7 @@ RUNS = {
         "alpha_min 0.7": "cifar100-diffusion-8k-alpha-0.7-seed-1",
     },
 }
-"""Prefix of the figures -> label -> record of the run."""
+"""Prefix of the figures -> label -> record of the run, or a pattern of its seeds."""
 METRICS = {
     "demo": ("linear probe", "entropy rank"),
     "tiny-imagenet": ("linear probe", "kNN", "entropy rank"),
@@ -92,8 +97,8 @@ def numbers(out: Path = IMAGES) -> list[Path]:
     """Every figure of numbers whose record is there."""
     drawn = []
     for prefix, runs in RUNS.items():
-        folders = {label: RECORDS / name for label, name in runs.items()}
-        if all(folder.exists() for folder in folders.values()):
+        folders = {label: sorted(RECORDS.glob(name)) for label, name in runs.items()}
+        if all(folders.values()):
             drawn += by_block(prefix, folders, out) + by_noise(prefix, folders, out) + along(prefix, folders, out)
         else:
             print(f"no records of {prefix}: its figures stay as they are", file=sys.stderr)
@@ -128,16 +133,15 @@ def norms(file: Path, out: Path) -> Path:
     return save(norm_curves(runs), out / "zero-init-norms.png")
 
 
-def by_block(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
-    """Scores by block, beside the baselines of the first run where it has them."""
+def by_block(prefix: str, folders: Folders, out: Path) -> list[Path]:
+    """Scores by block, means over seeds, beside the baselines of the first run where it has them."""
     drawn: list[Path] = []
     if prefix not in METRICS:
         return drawn
-    files = {label: folder / "evaluation.json" for label, folder in folders.items()}
-    reports = {label: Report.from_dict(json.loads(file.read_text())) for label, file in files.items()}
-    first = next(iter(reports.values()))
+    reports = {label: [_report(run) for run in runs] for label, runs in folders.items()}
+    first = next(iter(reports.values()))[0]
     for metric in METRICS[prefix]:
-        curves = {label: by_depth(report, metric) for label, report in reports.items()}
+        curves = {label: _mean([by_depth(report, metric) for report in seeds]) for label, seeds in reports.items()}
         random, pixels = by_depth(first, metric, "random init"), by_depth(first, metric, "pixels")
         baselines = {"random init": random, "pixels": next(iter(pixels.values()))} if pixels else {}
         unit = "nats" if metric == "entropy rank" else "%"
@@ -145,65 +149,84 @@ def by_block(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
     return drawn
 
 
-def by_noise(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
+def by_noise(prefix: str, folders: Folders, out: Path) -> list[Path]:
     """The probe of diffusion models, layers x noise levels."""
     drawn = []
-    for label, folder in folders.items() if prefix == "cifar100-diffusion" else ():
-        report = Report.from_dict(json.loads((folder / "evaluation.json").read_text()))
+    for label, runs in folders.items() if prefix == "cifar100-diffusion" else ():
+        report = _report(runs[0])
         figure = noise_heatmap(grid(report), best(report), f"{label}: linear probe (%)")
         drawn.append(save(figure, out / f"{prefix}-probe-{label.split()[-1]}.png"))
     return drawn
 
 
-def along(prefix: str, folders: dict[str, Path], out: Path) -> list[Path]:
-    """Losses after the warm-up, scores, or gains in a score over the first run, while training."""
+def along(prefix: str, folders: Folders, out: Path) -> list[Path]:
+    """Losses after the warm-up, scores, or gains in a score over the first setting, while training."""
     drawn = []
     for key, metric in ALONG.get(prefix, {}).items():
         if key == "loss":
-            curves, unit = {label: [_losses(folder)] for label, folder in folders.items()}, ""
+            curves, unit = {label: [_losses(run) for run in runs] for label, runs in folders.items()}, ""
         elif key not in GAINS:
-            curves, unit = {label: [_scores(folder, key)] for label, folder in folders.items()}, ""
+            curves, unit = {label: [_scores(run, key) for run in runs] for label, runs in folders.items()}, ""
         else:
-            scores = {label: _scores(folder, key) for label, folder in folders.items()}
-            curves, unit = {label: [gain] for label, gain in _gains(scores).items()}, "points"
+            curves, unit = _gains(folders, partial(_scores, key=key)), "points"
         drawn.append(save(epoch_curves(metric, curves, unit), out / f"{prefix}-along-{slug(metric)}.png"))
     return drawn
 
 
 def choosing_alpha(out: Path) -> list[Path]:
-    """Gains in the linear probe over alpha_min 1.0 against steps: along training, and at the end where both have it."""
+    """Gains in the linear probe over alpha_min 1.0 against steps: along training, and at the end where both have it;
+    means over seeds."""
     panels, ends = {}, {}
     for prefix, title in CHOOSING.items():
-        folders = {label: RECORDS / name for label, name in RUNS[prefix].items()}
-        if not all(folder.exists() for folder in folders.values()):
+        folders = {label: sorted(RECORDS.glob(name)) for label, name in RUNS[prefix].items()}
+        if not all(folders.values()):
             return []
-        panels[title] = _gains({label: _scores(run, "eval/linear_probe", "step") for label, run in folders.items()})
-        last = _gains({label: _last_probe(run) for label, run in folders.items()})
+        on_the_way = _gains(folders, lambda run: _scores(run, "eval/linear_probe", "step"))
+        panels[title] = {label: _mean(gains) for label, gains in on_the_way.items()}
+        last = {label: _mean(gains) for label, gains in _gains(folders, _last_probe).items()}
         ends[title] = {label: point for label, gain in last.items() for point in gain.items()}
     return [save(step_curves("gain in linear probe", panels, ends), out / "choosing-alpha-gain.png")]
 
 
-def _last_probe(run: Path) -> dict[float, float]:
+def _last_probe(run: Path) -> Curve:
     """Last step -> linear probe of the last block at the end of the run; nothing where it was not evaluated."""
-    file = run / "evaluation.json"
-    if not file.exists():
+    if not (run / "evaluation.json").exists():
         return {}
-    scores = by_depth(Report.from_dict(json.loads(file.read_text())), "linear probe")
+    scores = by_depth(_report(run), "linear probe")
     return {read_metrics(run)[-1]["step"]: scores[max(scores)]}
 
 
-def _gains(scores: Mapping[str, Mapping[float, float]]) -> dict[str, dict[float, float]]:
-    """Of every run but the first over the first, where both were measured."""
+def _gains(folders: Folders, read: Callable[[Path], Curve]) -> dict[str, list[Curve]]:
+    """Of every setting but the first over the first, seed by seed, where both were measured."""
+    scores = {label: {_seed(run): read(run) for run in runs} for label, runs in folders.items()}
     (_, first), *others = scores.items()
-    return {label: {at: own[at] - first[at] for at in own if at in first} for label, own in others}
+    return {
+        label: [{x: y - first[seed][x] for x, y in curve.items() if x in first[seed]}
+                for seed, curve in own.items() if seed in first]
+        for label, own in others
+    }  # fmt: skip
 
 
-def _scores(run: Path, key: str, by: str = "epoch") -> dict[float, float]:
+def _seed(run: Path) -> str:
+    return run.name.rpartition("-seed-")[2]
+
+
+def _mean(curves: Sequence[Curve]) -> Curve:
+    """Where all were measured."""
+    shared = set.intersection(*(set(curve) for curve in curves))
+    return {x: fmean(curve[x] for curve in curves) for x in sorted(shared)}
+
+
+def _report(run: Path) -> Report:
+    return Report.from_dict(json.loads((run / "evaluation.json").read_text()))
+
+
+def _scores(run: Path, key: str, by: str = "epoch") -> Curve:
     """Epoch, or step, -> score."""
     return {row[by]: row[key] for row in read_metrics(run) if key in row}
 
 
-def _losses(run: Path) -> dict[float, float]:
+def _losses(run: Path) -> Curve:
     """Epoch -> mean loss of the records before it, without the first fifth."""
     rows = [row for row in read_metrics(run) if "loss" in row]
     rows = rows[len(rows) // 5 :]
