@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "data": "shapes?n=4096&test=1024",
     "size": "nano", "embed_dim": 64, "depth": 4, "num_heads": 2,
     "decoder_embed_dim": 32, "decoder_depth": 2, "decoder_num_heads": 1,
-    "batch_size": 64, "steps": 1500, "lr": 2e-3,
+    "batch_size": 64, "steps": 1500, "lr": 2e-3, "zero_init": True,
     "cpu": True, "precision": "fp32", "compile": False, "trackers": (), "keep": 1,
 }  # fmt: skip
 QUICK: dict[str, Any] = {

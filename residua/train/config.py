@@ -63,8 +63,8 @@ class ModelConfig:
     norm_pix: bool = True
     """Normalise each target patch to mean 0 and variance 1."""
     zero_init: bool | Auto = "auto"
-    """Start every branch at zero; auto: with the U-shaped decoder only, as in the paper (docs/choosing-alpha.md says
-    what False did). The branches of a trained --encoder stay."""
+    """Start every branch at zero, as the paper does; auto: False, which gave better features here
+    (docs/choosing-alpha.md). The branches of a trained --encoder stay."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,12 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     if config.data.img_size == "auto":
         side = side // patch * patch or side
     s = config.shortcut
-    alpha = s.alpha_min
+    alpha, zero = s.alpha_min, config.model.zero_init is True
     if alpha == "auto":
         free = config.model.decoder == "ushape" and s.control == "none" and s.schedule != "learned"
         depth = outside[2] if outside else config.model.depth or SIZES[size]["depth"]
         counted = steps * math.sqrt(batch / 256)
-        alpha = auto_alpha(counted, depth, schedule=s.schedule) if free and s.alpha_eff is None else 1.0
-    zero = config.model.decoder == "ushape" if config.model.zero_init == "auto" else config.model.zero_init
+        alpha = auto_alpha(counted, depth, zero, s.schedule) if free and s.alpha_eff is None else 1.0
     return config.override(
         scale=(0.2, 1.0) if config.data.scale == "auto" else config.data.scale,
         batch_size=batch, epochs=steps * batch / n, steps=steps, lr=lr, size=size, img_size=side, patch_size=patch,

@@ -31,7 +31,6 @@ from residua.train.options import (
 
 Size = Literal["nano", "tiny", "small", "mid", "base", "large", "huge", "xlarge"]
 SIZES = {"uvit": UVITS, "sit": SITS}
-LEAST_ALPHA_MIN = 0.7  # the best of most of the paper's rows
 _LOOKS_BACK = 0.05  # share of a run that its moving average spans at most
 
 
@@ -142,12 +141,13 @@ def resolve(config: Diffuse, source: Source, device: str, space: LatentSpace | N
     free = s.control == "none" and s.schedule != "learned" and s.alpha_eff is None
     ema = max(0.5, min(0.9999, 1 - 1 / (_LOOKS_BACK * steps))) if o.ema == "auto" else o.ema
     depth = m.depth or SIZES[m.network][size]["depth"]
-    fading = auto_alpha(steps, depth, LEAST_ALPHA_MIN, s.schedule) if free else 1.0
+    zero = m.zero_init in ("auto", True)
+    fading = auto_alpha(steps, depth, zero, s.schedule) if free else 1.0
     every = steps * batch / n / 10 if config.machine.sample_every is None else config.machine.sample_every
     return config.override(
         scale=(1.0, 1.0) if config.data.scale == "auto" else config.data.scale,
         batch_size=batch, epochs=steps * batch / n, steps=steps, lr=lr, ema=ema, size=size, img_size=side,
-        patch_size=patch, zero_init=True if m.zero_init == "auto" else m.zero_init,
+        patch_size=patch, zero_init=zero,
         alpha_min=fading if s.alpha_min == "auto" else s.alpha_min,
         process=("vp" if m.network == "uvit" else "flow") if m.process == "auto" else m.process, sample_every=every,
         **machine_choices(config.machine, device, steps),

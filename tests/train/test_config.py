@@ -109,8 +109,8 @@ def test_learning_rate_rules() -> None:
 @pytest.mark.parametrize(
     ("settings", "alpha"),
     [
-        ({}, 0.8), ({"decoder": "plain"}, 1.0), ({"alpha_eff": 0.01}, 1.0), ({"control": "both"}, 1.0),
-        ({"schedule": "learned"}, 1.0), ({"alpha_min": 0.6, "decoder": "plain"}, 0.6), ({"steps": 5000}, 1.0),
+        ({}, 0.7), ({"steps": 11_000}, 0.8), ({"decoder": "plain"}, 1.0), ({"alpha_eff": 0.01}, 1.0),
+        ({"control": "both"}, 1.0), ({"schedule": "learned"}, 1.0), ({"alpha_min": 0.6, "decoder": "plain"}, 0.6), ({"steps": 2500}, 1.0),
     ],
 )  # fmt: skip
 def test_alpha_left_to_us(settings: dict[str, Any], alpha: float) -> None:
@@ -119,7 +119,7 @@ def test_alpha_left_to_us(settings: dict[str, Any], alpha: float) -> None:
 
 def test_alpha_goes_by_steps_of_256_images_of_which_small_ones_count_less() -> None:
     of = lambda batch, steps: chosen(n=1024, batch_size=batch, depth=12, steps=steps)["alpha_min"]  # noqa: E731
-    assert of(256, 15_000) == of(64, 30_000) == of(1024, 7_500) == 0.9
+    assert of(256, 5500) == of(64, 11_000) == of(1024, 2750) == 0.9
 
 
 KINDS = {Pretrain: "pretraining", Finetune: "classifier", Diffuse: "diffusion"}
@@ -137,16 +137,16 @@ def test_another_kind_of_run_is_told_apart(given: type[Any], wanted: type[Any], 
 
 
 def test_alpha_by_steps_and_depth() -> None:
-    assert [auto_alpha(steps, 12) for steps in (1, 7500, 15_000, 60_000, 10**6)] == [1.0, 1.0, 0.9, 0.7, 0.6]
-    assert auto_alpha(10**6, 12, least=0.7) == 0.7
+    assert [auto_alpha(steps, 12, False) for steps in (1, 2750, 5500, 22_000, 10**6)] == [1.0, 1.0, 0.9, 0.7, 0.7]
+    assert [auto_alpha(steps, 12, True) for steps in (1, 7500, 15_000, 60_000, 10**6)] == [1.0, 1.0, 0.9, 0.7, 0.7]
     for depth in (6, 24):  # the same share of the input is left at the end
-        left = float(alphas(depth, auto_alpha(15_000, depth)).prod())
+        left = float(alphas(depth, auto_alpha(5500, depth, False)).prod())
         assert left == pytest.approx(float(alphas(12, 0.9).prod()), rel=0.02)
-    assert auto_alpha(10**6, 6) == 0.5  # stable, if not the same
+    assert auto_alpha(10**6, 4, False) == 0.5  # stable, if not the same
 
 
 def test_alpha_of_other_networks_and_schedules_leaves_as_much_of_the_input() -> None:
-    known = float(alphas(12, 0.6).prod())
+    known = float(alphas(12, 0.7).prod())
     config = {"n": 256, "batch_size": 256, "steps": 10**6, "size": 64}
     outside = chosen(**config, encoder="timm:vit_large_patch16_224")
     assert float(alphas(24, outside["alpha_min"]).prod()) == pytest.approx(known, rel=0.02)
@@ -166,10 +166,11 @@ def test_a_run_that_goes_on_wants_its_images_back() -> None:
         resolve(begun, data.load("shapes?n=120&size=32").train, "cpu")
 
 
-def test_zero_init_goes_with_the_u_shaped_decoder() -> None:
-    assert chosen()["zero_init"] is True
-    assert chosen(decoder="plain")["zero_init"] is False
-    assert chosen(decoder="plain", zero_init=True)["zero_init"] is True
+def test_branches_start_at_zero_where_that_is_asked_for_and_fade_later_then() -> None:
+    assert chosen()["zero_init"] is False
+    assert chosen(zero_init=True)["zero_init"] is True
+    assert chosen(steps=7500, batch_size=256, depth=12)["alpha_min"] == pytest.approx(0.855, abs=1e-3)
+    assert chosen(steps=7500, batch_size=256, depth=12, zero_init=True)["alpha_min"] == 1.0
 
 
 def test_nothing_is_left_open_and_choosing_again_changes_nothing() -> None:
@@ -209,6 +210,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], message: str)
 def test_the_model_is_the_one_described() -> None:
     source = data.load("shapes?n=100&size=32").train
     config = Pretrain().override(size="tiny", embed_dim=48, depth=2, decoder_depth=1, alpha_min=0.6, mask_ratio=0.5)
+    config = config.override(zero_init=True)
     model = build_model(resolve(config, source, "cpu"), in_chans=4)
     got = model.config
     assert (got["embed_dim"], got["depth"], got["num_heads"], got["in_chans"]) == (48, 2, 3, 4)
