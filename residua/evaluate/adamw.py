@@ -163,7 +163,7 @@ def cosine(step: int, total: int, warmup: float) -> float:
     """Learning rate factor of a step: a linear rise over the first `warmup` share, then a cosine to zero."""
     ramp = warmup * total
     if step < ramp:
-        return (step + 1) / ramp
+        return min(1.0, (step + 1) / ramp)
     return 0.5 * (1 + math.cos(math.pi * (step - ramp) / max(total - ramp, 1)))
 
 

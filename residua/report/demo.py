@@ -67,6 +67,9 @@ def demo(
     on_message(f"pretraining two autoencoders for {settings['steps']:,} steps each, then measuring every block:")
     for name, alpha_min in ALPHAS.items():
         on_message(f"  {name:8} alpha_min {alpha_min}")
+    for run in (out / name for name in ALPHAS):
+        if (run / "config.yaml").exists() and not (run / "settings.yaml").exists():
+            raise ValueError(f"{run} holds a run that no demo made: give another folder (--out)")
     children = {name: _start(out / name, settings | {"alpha_min": alpha}) for name, alpha in ALPHAS.items()}
     try:
         _watch(out, children, settings["steps"], on_record)

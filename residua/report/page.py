@@ -162,8 +162,8 @@ def command_line() -> str:
     program = Path(sys.argv[0]) if sys.argv else Path()
     if program.name == "residua":
         return shlex.join(["residua", *sys.argv[1:]])
-    if program.name == "__main__.py" and program.parent.name == "residua":
-        return shlex.join(["python", "-m", "residua", *sys.argv[1:]])
+    if program.name == "__main__.py" and program.parts[-3:-1] == ("residua", "cli"):
+        return shlex.join(["python", "-m", "residua.cli", *sys.argv[1:]])
     return ""
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from residua.evaluate.adamw import _batches, _Recorded, _schedule, _Step, fit_adamw, fit_rows, row_width
+from residua.evaluate.adamw import _batches, _Recorded, _schedule, _Step, cosine, fit_adamw, fit_rows, row_width
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -87,3 +87,10 @@ def test_on_a_gpu_the_heads_are_those_of_the_cpu(dtype: torch.dtype) -> None:
     runs = [fit_adamw(train[0].cuda().to(dtype), train[1].cuda(), 8, LR, WD, **options) for _ in range(2)]
     assert torch.equal(*runs)
     torch.testing.assert_close(accuracy(runs[0].cpu(), *test), here, atol=0.8, rtol=0)
+
+
+@pytest.mark.parametrize("total", [1, 5, 7, 20, 33])
+def test_the_rate_rises_to_its_peak_and_no_further(total: int) -> None:
+    factors = [cosine(step, total, 0.1) for step in range(total)]
+    assert max(factors) <= 1.0
+    assert factors[round(0.1 * total) :] == sorted(factors[round(0.1 * total) :], reverse=True)

@@ -49,7 +49,8 @@ def test_an_earlier_demo_is_replaced_and_other_files_are_kept(tmp_path: Path, mo
         (tmp_path / kept).parent.mkdir(exist_ok=True)
         (tmp_path / kept).write_text("mine")
     (tmp_path / "fading").mkdir()
-    (tmp_path / "fading/config.yaml").write_text("data: shapes")
+    for file in ("config.yaml", "settings.yaml"):
+        (tmp_path / "fading" / file).write_text("data: shapes")
     (tmp_path / "fading/old.txt").write_text("old")
     # the runs themselves end at once
     monkeypatch.setattr(sys, "executable", shutil.which("true"))
@@ -58,6 +59,14 @@ def test_an_earlier_demo_is_replaced_and_other_files_are_kept(tmp_path: Path, mo
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     fresh = {"fading/settings.yaml", "plain/settings.yaml"}
     assert left == {"mine.txt", "other/config.yaml", "plain/mine.txt"} | fresh
+
+
+def test_a_run_of_the_user_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain/config.yaml").write_text("data: folder:mine")
+    with pytest.raises(ValueError, match="plain holds a run that no demo made"):
+        demo(tmp_path, quick=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["plain", "config.yaml"]
 
 
 def test_a_run_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,8 @@ def test_the_same_page_twice_is_the_same_file() -> None:
 def test_the_footer_says_version_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/usr/bin/residua", "compare", "my run", "b"])
     assert command_line() == "residua compare 'my run' b"
+    monkeypatch.setattr("sys.argv", ["/lib/residua/cli/__main__.py", "compare", "a", "b"])
+    assert command_line() == "python -m residua.cli compare a b"
     assert f"residua {__version__}" in Page("x").html()
     monkeypatch.setattr("sys.argv", ["/usr/bin/pytest", "-q"])
     assert command_line() == ""
