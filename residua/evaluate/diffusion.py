@@ -217,12 +217,12 @@ def untrained(model: Any, seed: int = 0) -> Any:
 
 
 def best(report: Report, metric: str = "linear probe") -> tuple[int, str]:
-    """Layer and noise level: those that held-out images chose for the probe; the highest of another metric."""
+    """Layer and noise level: those that held-out images chose; the highest where they chose none."""
     own = [s for s in report.scores if (s.metric, s.subject) == (metric, MODEL)]
     if not own:
         raise KeyError(f"no {metric!r} in this report")
     sound = [s for s in own if not math.isnan(s.value)] or own
-    top = max(sound, key=lambda s: (s.settings.get("selected", False), s.value))
+    top = max(sound, key=lambda s: (bool(s.settings.get("selected") or s.settings.get("chosen")), s.value))
     return top.layer, str(top.settings["readout"])
 
 
@@ -235,8 +235,8 @@ def grid(report: Report, metric: str = "linear probe") -> dict[int, dict[str, fl
     return found
 
 
-MARKED = {"linear probe": "chosen on held-out training images", "kNN": "highest on test images: flattering"}
-"""What the star in a table means; a rank is no score, and none of it is marked."""
+MARKED = ("linear probe", "kNN")
+"""Where a star marks what held-out training images chose; a rank is no score, and none of it is marked."""
 
 
 def grid_table(report: Report, metric: str = "linear probe") -> Table:
@@ -244,7 +244,7 @@ def grid_table(report: Report, metric: str = "linear probe") -> Table:
     levels = report.readout.split(", ")
     own = next(s for s in report.scores if (s.metric, s.subject) == (metric, MODEL))
     star, digits = (best(report, metric), 1) if metric in MARKED else (None, 2)
-    caption = f"(*) {MARKED[metric]}" if metric in MARKED else f"of the {own.settings['of']} images"
+    caption = "(*) chosen on held-out training images" if metric in MARKED else f"of the {own.settings['of']} images"
     title = f"{own.name}, {own.unit}: {report.data}, {report.n_train:,} train and {report.n_test:,} test images"
     table = Table(title=title, caption=f"{caption}; mean of patch tokens", title_justify="left", caption_justify="left")
     for heading in ("layer", *levels):

@@ -154,8 +154,10 @@ class Report:
             chosen = f"settings{',' if ',' in what else ' and'} {what} (*)" if several else "settings"
             if s["holdout"]:
                 lines.append(f"probe: {chosen} from {s['holdout']:.0%} held out of train")
-        for metric, found in (("kNN", [s for s in own if s.metric == "kNN"]), ("probe", probes)):
+        votes = [s for s in own if s.metric == "kNN"]
+        for metric, found in (("kNN", votes), ("probe", probes)):
             lines += _uncertainty(metric, found)
+        lines += [self._chosen(s) for s in votes if s.settings.get("chosen")][:1]
         ranks = [s for s in own if s.metric == "entropy rank"]
         if ranks:
             lines.append(f"ranks: {ranks[-1].settings['n']:,} {ranks[-1].settings['of']} images")
@@ -163,6 +165,12 @@ class Report:
             where = {(s.layer, s.settings.get("readout", "")) for s in own if s.settings.get("collapsed")}
             lines.append("collapsed: all features alike in " + ", ".join(f"layer {i} {r}" for i, r in sorted(where)))
         return "\n".join(lines)
+
+    def _chosen(self, score: Score) -> str:
+        """Where kNN is best for images held out of the training part."""
+        readout = f", {score.settings['readout']}" if ", " in self.readout else ""
+        what = f"layer {score.layer}{readout}, {score.value:.1f} %"
+        return f"kNN: best for images held out of train: {what}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON."""

@@ -54,6 +54,7 @@ Open = Callable[[Source], Feed]
 E = TypeVar("E", ViT, Foreign)
 LIDAR_IMAGES, LIDAR_VIEWS = 1000, 10  # of its paper
 HOW: dict[str, dict[str, Any]] = {"entropy rank": {"center": "samples"}, "silhouette": {"metric": "cosine"}}
+HELD_OUT, HELD_OUT_MOST = 0.1, 10_000  # training images that choose a layer of kNN
 _TEST_SHARE = 0.2  # of the training images, where a labelled data set brings no test split
 
 
@@ -99,6 +100,9 @@ def evaluate(
 
     `shots` adds kNN with only so many labelled images a class, over ten draws of them. `geometry` adds the other ranks,
     how classes lie, each layer's spectrum, and LiDAR, for which 1,000 training images are read in ten views.
+
+    Of several layers or read-outs the one to use is chosen on a tenth of the training images: by the probe with its
+    settings, and by kNN on its own (`chosen` among the score's settings).
 
     Accuracies stand with their 95 % interval over the test images (Wilson). Features that are all alike get no
     accuracy: NaN, with `collapsed` among the score's settings.
@@ -239,6 +243,7 @@ def add_knn(
 ) -> None:
     most = report.n_train
     ks = sorted({min(n, most) for n in ([k] if isinstance(k, int) else k)})
+    best = _best_columns(subjects[MODEL][0], ks, temperature, device, report.seed)
     for name, (train, test) in subjects.items():
         assert test is not None
         for readout, layer in _columns(train):
@@ -250,7 +255,29 @@ def add_knn(
                 found = dict.fromkeys(ks, math.nan)
             for n, accuracy in found.items():
                 settings = {"k": n, "T": temperature} | _common(report, readout)
+                if name == MODEL and best.get(n) == (readout, layer):
+                    settings["chosen"] = True
                 _accuracy(report, "kNN", name, layer, accuracy, settings)
+
+
+def _best_columns(
+    train: FeatureSet, ks: Sequence[int], temperature: float, device: torch.device, seed: int
+) -> dict[int, tuple[str, int]]:
+    """k -> the read-out and layer where held-out training images are told best; nothing where there is no choice."""
+    gone = _collapsed(train)
+    columns = [column for column in _columns(train) if column not in gone]
+    if len(columns) < 2 or train.targets.bincount().max() < 2:
+        return {}
+    kept, held = split(train.targets, min(HELD_OUT, HELD_OUT_MOST / len(train)), seed)
+    sides = train.subset(kept), train.subset(held)
+    counts = [n for n in ks if n <= len(kept)]
+    found = {
+        (readout, layer): knn_score(
+            *(side.of(readout).only(layer) for side in sides), k=counts, temperature=temperature, device=device
+        )
+        for readout, layer in columns
+    }
+    return {n: max(columns, key=lambda column: found[column][n].accuracy) for n in counts}
 
 
 def probe_features(subjects: Subjects, protocol: Protocol, options: dict[str, Any]) -> dict[str, ProbeResult | None]:

@@ -19,8 +19,10 @@ from residua.evaluate import (
     rankme,
     spectrum,
 )
+from residua.evaluate.featureset import FeatureSet
 from residua.evaluate.geometry import UNITS
-from residua.evaluate.suite import untrained
+from residua.evaluate.report import Report
+from residua.evaluate.suite import add_knn, untrained
 from residua.nn import MAE, ViT
 
 FAST = {"probe": None, "rank": False, "neighbors": 0}
@@ -208,3 +210,23 @@ def test_wrong_inputs_are_refused_before_anything_is_read(mae: MAE, digits: Spli
         evaluate(mae, digits, readout="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="divisible"):
         evaluate(mae, digits, img_size=9)
+
+
+def test_held_out_training_images_choose_the_layer_of_knn() -> None:
+    def images(n: int, seed: int) -> FeatureSet:
+        g = torch.Generator().manual_seed(seed)
+        labels = torch.arange(n) % 5
+        told, noise = torch.eye(5)[labels] + 0.1 * torch.randn(n, 5, generator=g), torch.randn(n, 5, generator=g)
+        return FeatureSet({2: noise, 4: told, 7: noise.flip(1)}, labels)
+
+    def scored(train: FeatureSet, layers: list[int]) -> Report:
+        report = Report("x", "tokens", layers, (8, 8), len(train), 50, "test split", seed=0)
+        add_knn(report, {"model": (train, images(50, 1))}, (1, 5), 0.07, torch.device("cpu"))
+        return report
+
+    report = scored(images(200, 0), [2, 4, 7])
+    assert {(s.layer, s.settings["k"]) for s in report.scores if s.settings.get("chosen")} == {(4, 1), (4, 5)}
+    assert "kNN: best for images held out of train: layer 4, 100.0 %" in str(report.table().caption)
+    assert report.value("kNN", k=5) == report.value("kNN", layer=7, k=5)  # the score to quote stays the last layer's
+    alone = FeatureSet({2: torch.eye(5), 4: torch.eye(5), 7: torch.eye(5)}, torch.arange(5))  # nothing to hold out
+    assert not any(s.settings.get("chosen") for s in scored(alone, [2, 4, 7]).scores)
