@@ -17,7 +17,7 @@ class CompareOptions:
     """Runs side by side on one page: what differs between their settings, every score, curves and pictures."""
 
     runs: Positional[tuple[str, ...]]
-    """Two run folders or more; one, with --dynamics."""
+    """Two run folders or more (one, with --dynamics); or what residua evaluate MODEL --out FILE wrote of others."""
     out: str = "comparison.html"
     """Page to write."""
     dynamics: bool = False

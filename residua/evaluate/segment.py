@@ -179,7 +179,11 @@ def read_truth(source: Source, view: View, ignore_index: int | None) -> tuple[li
     values = sorted(set[int]().union(*(np.unique(mask).tolist() for mask in raw)))
     known = [v for v in values if v != ignore_index]
     if len(known) < 2:
-        binary = " (in black and white masks, 255 is a class: ignore_index=None)" if set(values) == {0, 255} else ""
+        binary = (
+            " (in black and white masks, 255 is a class: ignore_index=None, --ignore-index -1)"
+            if set(values) == {0, 255}
+            else ""
+        )
         raise DataError(f"the masks show {len(known)} class{'es' * (len(known) != 1)}; at least 2 are needed{binary}")
     if len(known) > _MOST_CLASSES:
         raise DataError(

@@ -270,14 +270,17 @@ def _best_columns(
         return {}
     kept, held = split(train.targets, min(HELD_OUT, HELD_OUT_MOST / len(train)), seed)
     sides = train.subset(kept), train.subset(held)
-    counts = [n for n in ks if n <= len(kept)]
+    counts = {n: min(n, len(kept)) for n in ks}
     found = {
         (readout, layer): knn_score(
-            *(side.of(readout).only(layer) for side in sides), k=counts, temperature=temperature, device=device
+            *(side.of(readout).only(layer) for side in sides),
+            k=sorted({*counts.values()}),
+            temperature=temperature,
+            device=device,
         )
         for readout, layer in columns
     }
-    return {n: max(columns, key=lambda column: found[column][n].accuracy) for n in counts}
+    return {n: max(columns, key=lambda column: found[column][fewer].accuracy) for n, fewer in counts.items()}
 
 
 def probe_features(subjects: Subjects, protocol: Protocol, options: dict[str, Any]) -> dict[str, ProbeResult | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -19,7 +20,7 @@ _NUISANCE = {"alpha_min", "seed"}
 
 def groups(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Label -> names of the runs on one curve: those of one alpha_min where runs differ in that (and seed) alone."""
-    alphas = {run.name: run.config.shortcut.alpha_min for run in runs}
+    alphas: dict[str, Any] = {run.name: run.settings.get("alpha_min") for run in runs}
     known = all(isinstance(alpha, float) for alpha in alphas.values())
     if len(set(alphas.values())) == 1 or not known or not differing_settings(runs).keys() <= _NUISANCE:
         return {run.name: [run.name] for run in runs}

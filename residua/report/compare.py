@@ -54,6 +54,8 @@ def compare(
 ) -> Path:
     """Write one page about two runs or more (one, with `along`): what differs, every number, curves, pictures.
 
+    Beside run folders, `runs` may name what `residua evaluate MODEL --out FILE` wrote of models from elsewhere.
+
     `out` is the page's file, or a folder that gets comparison.html. `along` also measures every checkpoint with
     up to `limit` images of each split (see `evaluate.dynamics`: kept in the runs, so only new ones cost time).
     `basis` chooses the colours of feature maps.
@@ -143,7 +145,7 @@ def _differences(page: Page, runs: Sequence[Run]) -> None:
     if len(runs) > 1:
         _what_differs(page, runs, differing_settings(runs))
     with page.fold("All settings"):
-        settings = [run.config.settings() for run in runs]
+        settings = [run.settings for run in runs]
         every = dict.fromkeys(name for own in settings for name in own if name not in NOT_SETTINGS)
         rows: list[_Row] = [[name, *(setting_cell(own.get(name)) for own in settings)] for name in every]
         page.table(["setting", *names], rows)
@@ -153,7 +155,7 @@ def _what_differs(page: Page, runs: Sequence[Run], differing: dict[str, list[Any
     names = [run.name for run in runs]
     if differing:
         page.table(["setting", *names], [[name, *map(setting_cell, values)] for name, values in differing.items()])
-    else:
+    elif all(run.config for run in runs):
         page.paragraph("No setting differs between these runs.")
     if "data" in differing:
         page.paragraph(
@@ -161,7 +163,7 @@ def _what_differs(page: Page, runs: Sequence[Run], differing: dict[str, list[Any
             "they were evaluated on the same images.",
             note=True,
         )
-    if len({run.config.optim.seed for run in runs}) == 1:
+    if len({run.settings.get("seed") for run in runs}) == 1:
         page.paragraph(
             "All runs have the same seed. How far scores move from seed to seed is not shown here: "
             "read small differences as noise until several seeds agree."
@@ -228,7 +230,7 @@ def _by_size(page: Page, runs: Sequence[Run]) -> None:
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for run in runs:
         for score in run.evaluation.scores if run.evaluation and run.name in sizes else ():
-            of = f"alpha_min {setting_cell(run.config.shortcut.alpha_min).text}"
+            of = f"alpha_min {setting_cell(run.settings['alpha_min']).text}"
             found.setdefault(score.metric, {}).setdefault(of, []).append((sizes[run.name], score.value))
     page.heading("By number of blocks")
     units = {"entropy rank": "nats"}
@@ -250,6 +252,8 @@ def _pictures(page: Page, runs: Sequence[Run], measured: Dynamics, basis: Basis)
     alike: dict[_Key, _Alike] = {}
     alphas: dict[str, list[float]] = {}
     for run in runs:
+        if run.config is None:
+            continue
         spec = run.config.data.data
         model = load_model(run, missing)
         if spec not in loaded:

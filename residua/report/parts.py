@@ -204,6 +204,7 @@ def load_model(run: Run, missing: list[str]) -> MAE | None:
 
 def load_data(run: Run, missing: list[str]) -> Splits | None:
     """The run's images, or a sentence about why there are none."""
+    assert run.config is not None
     try:
         return data.load(run.config.data.data)
     except (DataError, OSError, ImportError, ValueError) as error:

@@ -60,11 +60,11 @@ def run_report(
 
 
 def _summary(run: Run, evaluation: Report | None) -> str:
-    c = run.config
+    c = run.settings
     text = (
-        f"A masked autoencoder pretrained on {c.data.data}: {settings_text(c.optim.steps)} steps of "
-        f"{settings_text(c.optim.batch_size)} images at {c.data.img_size} px, "
-        f"alpha_min {settings_text(c.shortcut.alpha_min)}."
+        f"A masked autoencoder pretrained on {c['data']}: {settings_text(c['steps'])} steps of "
+        f"{settings_text(c['batch_size'])} images at {c['img_size']} px, "
+        f"alpha_min {settings_text(c['alpha_min'])}."
     )
     losses = [record["loss"] for record in run.metrics if isinstance(record.get("loss"), float)]
     if losses:
@@ -104,15 +104,15 @@ def _training(page: Page, run: Run, model: MAE | None) -> None:
     if rates := sorted(r["images_per_s"] for r in run.metrics if r.get("images_per_s")):
         e = run.environment
         where = ", ".join(e.get("gpus") or []) or f"CPU ({e.get('cpus', '?')} cores)"
-        if run.config.machine.cpu:
+        if run.settings["cpu"]:
             where = f"CPU ({e.get('cpus', '?')} cores)"
         torch = f", torch {e['torch']}" if "torch" in e else ""
-        precision = run.config.machine.precision
+        precision = run.settings["precision"]
         page.paragraph(f"{rates[len(rates) // 2]:,.0f} images/s (median) on {where}, {precision}{torch}.")
 
 
 def _settings(page: Page, run: Run) -> None:
     page.heading("Settings")
-    rows: list[list[str | Cell]] = [[k, setting_cell(v)] for k, v in run.config.settings().items() if k != "out"]
+    rows: list[list[str | Cell]] = [[k, setting_cell(v)] for k, v in run.settings.items() if k != "out"]
     page.table(["setting", "value"], rows, numbers=2)
     page.code(f'model = residua.load("{run.path}")')

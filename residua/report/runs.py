@@ -28,20 +28,29 @@ class NotARun(ValueError):
 
 @dataclass
 class Run:
-    """One run folder. `evaluation` is None where the run was not evaluated; `notes` say what could not be read."""
+    """One run folder, or the evaluation of a model from elsewhere, which has no `config`.
+
+    `evaluation` is None where the run was not evaluated; `notes` say what could not be read.
+    """
 
     name: str
     path: Path
-    config: Pretrain | Finetune | Diffuse
+    config: Pretrain | Finetune | Diffuse | None
     metrics: list[dict[str, Any]]
     environment: dict[str, Any]
     evaluation: Report | None
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {} if self.config is None else self.config.settings()
+
 
 def read_run(path: str | Path, name: str | None = None) -> Run:
-    """A run from its folder."""
+    """A run from its folder; or what `residua evaluate MODEL --out FILE` wrote, from that file."""
     path = Path(path).expanduser()
+    if path.is_file():
+        return _read_evaluation(path, name or path.stem)
     if not path.is_dir():
         raise NotARun(f"{path} is no run: there is no such folder")
     if not (path / "config.yaml").exists():
@@ -60,6 +69,15 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
         lines = "1 line" if broken == 1 else f"{broken:,} lines"
         notes.append(f"{name}: {lines} of metrics.jsonl cannot be read and {'is' if broken == 1 else 'are'} left out.")
     return Run(name, path, config, metrics, environment, evaluation, notes)
+
+
+def _read_evaluation(path: Path, name: str) -> Run:
+    try:
+        return Run(name, path, None, [], {}, Report.from_dict(json.loads(path.read_text())))
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise NotARun(
+            f"{path} is neither a run's folder nor scores that residua evaluate --out wrote ({error})"
+        ) from error
 
 
 def read_config(path: Path) -> Pretrain | Finetune | Diffuse:
@@ -106,11 +124,11 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Setting -> its value in each run, for those settings alone that are not the same in all."""
-    settings = [run.config.settings() for run in runs]
-    names = dict.fromkeys(name for own in settings for name in own if name not in NOT_SETTINGS)
-    rows = {name: [own.get(name) for own in settings] for name in names}
-    return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
+    """Setting -> its value in each run, for those settings alone that are not the same in all that were trained."""
+    trained = [run.settings for run in runs if run.config is not None]
+    names = dict.fromkeys(name for own in trained for name in own if name not in NOT_SETTINGS)
+    differing = [name for name in names if any(own.get(name) != trained[0].get(name) for own in trained)]
+    return {name: [run.settings.get(name) for run in runs] for name in differing}
 
 
 def while_training(run: Run) -> dict[str, dict[float, float]]:

@@ -221,12 +221,13 @@ def test_held_out_training_images_choose_the_layer_of_knn() -> None:
 
     def scored(train: FeatureSet, layers: list[int]) -> Report:
         report = Report("x", "tokens", layers, (8, 8), len(train), 50, "test split", seed=0)
-        add_knn(report, {"model": (train, images(50, 1))}, (1, 5), 0.07, torch.device("cpu"))
+        add_knn(report, {"model": (train, images(50, 1))}, (1, 20), 0.07, torch.device("cpu"))
         return report
 
     report = scored(images(200, 0), [2, 4, 7])
-    assert {(s.layer, s.settings["k"]) for s in report.scores if s.settings.get("chosen")} == {(4, 1), (4, 5)}
+    assert {(s.layer, s.settings["k"]) for s in report.scores if s.settings.get("chosen")} == {(4, 1), (4, 20)}
     assert "kNN: best for images held out of train: layer 4, 100.0 %" in str(report.table().caption)
-    assert report.value("kNN", k=5) == report.value("kNN", layer=7, k=5)  # the score to quote stays the last layer's
+    assert report.value("kNN", k=20) == report.value("kNN", layer=7, k=20)  # the score to quote stays the last layer's
+    assert any(s.settings.get("chosen") for s in scored(images(12, 0).subset(torch.arange(11)), [2, 4, 7]).scores)
     alone = FeatureSet({2: torch.eye(5), 4: torch.eye(5), 7: torch.eye(5)}, torch.arange(5))  # nothing to hold out
     assert not any(s.settings.get("chosen") for s in scored(alone, [2, 4, 7]).scores)

@@ -56,6 +56,23 @@ def test_three_runs_one_without_evaluation(tmp_path: Path, make_run: Make, read_
     assert "not evaluated" in table
 
 
+def test_a_model_from_elsewhere_stands_beside_runs(tmp_path: Path, make_run: Make, read_page: Read) -> None:
+    runs = [make_run("a", alpha_min=0.9), make_run("b", alpha_min=1.0)]
+    other = shutil.copy(make_run("c", knn=55.5) / "evaluation.json", tmp_path / "their-vit.json")
+    given = [*runs, Path(other)]
+    assert differing_settings(read_runs(given)) == {"alpha_min": [0.9, 1.0, None]}
+    text = read_page(compare(given, tmp_path / "page.html")).text
+    assert "their-vit" in text
+    assert "55.5 %" in text
+    table = printed(comparison_table(given))
+    assert "55.5 %" in table
+    with pytest.raises(NotARun, match=r"their-vit\.json is none"):
+        compare(given, tmp_path / "page.html", along=True)
+    Path(other).write_text("[1]")
+    with pytest.raises(NotARun, match="neither a run's folder nor scores that residua evaluate --out wrote"):
+        read_runs(given)
+
+
 def test_equal_runs_say_so(tmp_path: Path, make_run: Make, read_page: Read) -> None:
     runs = [make_run("a", knn=None), make_run("b", knn=None)]
     assert "No setting differs" in read_page(compare(runs, tmp_path / "c.html")).text
