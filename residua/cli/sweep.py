@@ -171,7 +171,8 @@ def _conclude(plan: Any, baseline: Mapping[str, str], open_it: bool) -> None:
             runs.setdefault(trial.group, []).append(folder)
     show(sweep_page(plan.folder, found, runs, failed, baseline), open_it)
     if failed:
-        raise RuntimeError(f"{len(failed)} of {len(plan.trials)} runs failed: {', '.join(name for name, _ in failed)}")
+        names = ", ".join(name for name, _ in failed)
+        raise ValueError(f"{len(failed)} of {len(plan.trials)} runs failed: {names}; see {plan.folder / 'logs'}")
 
 
 def _start(own: Mapping[str, list[str] | None]) -> Any:
