@@ -14,6 +14,7 @@ whose Jacobians are `J / alpha`. `gauge` says which are measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -25,7 +26,6 @@ from torch import Tensor
 from .jacobian import (
     JacobianSVD,
     Method,
-    NotDifferentiable,
     Operator,
     Products,
     exact,
@@ -132,7 +132,10 @@ class Alignment:
             by = f"at most 5 % of the top {self.S.shape[-1]} values' energy beyond C"
             found["RA3"] = (mean["RA3 energy beyond C"] <= 0.05, by)
         if len(self.names) > 2:
-            found["RA4"] = (mean["RA4 R^2"] >= 0.8 and mean["RA4 slope"] > 0, "1 / s_1 rises linearly, R^2 >= 0.8")
+            largest = self.S[..., 0][self.S[..., 0] > 0]
+            rises = mean["RA4 slope"] * (len(self.names) - 1) > 0.01 * float((1 / largest).mean())
+            by = "1 / s_1 rises linearly, R^2 >= 0.8, by more than 1 % in all"
+            found["RA4"] = (mean["RA4 R^2"] >= 0.8 and rises, by)
         return dict(sorted(found.items()))
 
     def unjudged(self) -> dict[str, str]:
@@ -163,8 +166,11 @@ class Alignment:
         return table
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: scalars and verdicts, and means and spreads over samples by block."""
-        inverse = 1 / self.S[..., 0].clamp_min(torch.finfo(self.S.dtype).tiny)
+        """Plain values: scalars and verdicts, and means and spreads over samples by block.
+
+        A block that is dead for a sample has no `1 / s_1`, which is None.
+        """
+        inverse = 1 / self.S[..., 0]
         return {
             "blocks": self.names,
             "alphas": self.alphas,
@@ -177,8 +183,8 @@ class Alignment:
             "verdicts": {law: {"holds": holds, "by": by} for law, (holds, by) in self.verdicts().items()},
             "unjudged": self.unjudged(),
             "singular_values": self.S.mean(0).tolist(),
-            "inverse_s1": inverse.mean(0).tolist(),
-            "inverse_s1_spread": _spread(inverse).tolist(),
+            "inverse_s1": [v if math.isfinite(v) else None for v in inverse.mean(0).tolist()],
+            "inverse_s1_spread": [v if math.isfinite(v) else None for v in _spread(inverse).tolist()],
             "left_right": self.left_right.mean(0).tolist(),
             "coupling": self.coupling.mean(0).tolist(),
             "diagonal": self.diagonal.mean(0).tolist(),
@@ -196,7 +202,7 @@ def straightness(points: Tensor) -> Path:
     lengths = steps.norm(dim=-1)
     unit = steps / lengths.clamp_min(torch.finfo(steps.dtype).tiny)[..., None]
     total = unit.sum(0).norm(dim=-1)
-    return Path(len(steps) / total.clamp_min(1e-12), lengths.std(0, correction=0) / lengths.mean(0))
+    return Path(len(steps) / total.clamp_min(1e-12), lengths.std(0, correction=0) / lengths.mean(0).clamp_min(1e-12))
 
 
 def measure(
@@ -221,6 +227,8 @@ def measure(
         raise ValueError(f"gauge is {gauge!r}; choose J or J/alpha")
     if gauge == "J/alpha" and not all(block.alpha for block in blocks):
         raise ValueError("gauge J/alpha divides by alpha, and a shortcut of this network has alpha 0: use gauge J")
+    if classes is not None and classes < 1:
+        raise ValueError(f"classes is {classes}; give the number of classes that the network was trained on")
     if len(blocks) < 2:
         raise ValueError(f"{len(blocks)} residual blocks of one shape: alignment compares at least two")
     scales = [1.0 / b.alpha if gauge == "J/alpha" else 1.0 for b in blocks]
@@ -228,10 +236,14 @@ def measure(
     for i, block in enumerate(blocks):
         try:
             found.append(jacobian_svd(block.branch, block.x, k, method=method, budget=budget, seed=seed))
-        except NotDifferentiable as error:
-            raise NotDifferentiable(f"block {block.name}: {error}") from error
+        except ValueError as error:
+            raise type(error)(f"block {block.name}: {error}") from error
         if progress is not None:
             progress(i + 1, 2 * len(blocks))
+    if not any(f.S.any() for f in found):
+        raise ValueError(
+            "every Jacobian is zero at these images: branches that start at zero have nothing to align before training"
+        )
     u, v = ([getattr(f, name).flatten(2) for f in found] for name in ("U", "V"))  # L times (B, K, n)
     s = torch.stack([f.S * scale for f, scale in zip(found, scales)], 1)
     at_once = max(1, int(budget * 2**30 / (4 * v[0].numel() * v[0].element_size())))

@@ -32,7 +32,7 @@ from residua.evaluate.finetune import finetune
 from residua.train.checkpoint import load, write_text
 
 from .alignment import Gauge
-from .study import Look, study
+from .study import Look, sources_of, study
 
 Kind = Literal["shortcut", "classes", "stochastic-depth", "depth", "decay"]
 
@@ -110,6 +110,11 @@ def plan(
         raise ValueError(f"{kind} varies something else: give one depth, not {len(depths)}")
     if seeds < 1 or min(depths) < 2:
         raise ValueError(f"{seeds} seeds and depths {tuple(depths)}: give at least one seed and two blocks")
+    if min(classes) < 2 or not 0 <= min(alphas) <= max(alphas) <= 1 or not 0 <= min(rates) <= max(rates) < 1:
+        raise ValueError(
+            f"classes {tuple(classes)}, alpha_min {tuple(alphas)} and drop path {tuple(rates)}: give at least 2 "
+            "classes, alpha_min in [0, 1] and drop path in [0, 1)"
+        )
     if network == "resconv_down" and min(depths) < 4:
         raise ValueError(f"depths {tuple(depths)}: resconv_down needs 4 blocks or more, so that two are of one shape")
     base = RECIPE | {"model": network, "data": data, "width": width, "depth": depths[0], "alpha_min": 1.0} | recipe
@@ -127,11 +132,12 @@ def plan(
             varied = [("drop path", rate, {"drop_path": rate}) for rate in rates]
         case "decay":
             varied = [("alpha_min", a, {"alpha_min": a}) for a in alphas]
-    return [
+    cases = [
         Case(series, float(x), s, base | own | {"seed": s})
         for series, x, own in varied
         for s in range(seed, seed + seeds)
     ]
+    return list({case.name: case for case in cases}.values())  # a value given twice is one network
 
 
 def _with_classes(data: str, count: int) -> str:
@@ -152,7 +158,11 @@ def run(
     """Train and measure every network that is not there yet, each in `folder/NAME`, `jobs` of them at a time."""
     if jobs < 1:
         raise ValueError(f"{jobs} jobs: give at least one")
+    if "J/alpha" in gauges and any(case.settings["alpha_min"] == 0 for case in cases):
+        raise ValueError("gauge J/alpha divides by alpha, which is 0 in one of the networks: use gauge J alone")
     there = [_check_folder(case, folder / case.name) for case in cases]
+    for data in dict.fromkeys(case.settings["data"] for case, done in zip(cases, there) if not done):
+        sources_of(residua.data.load(data), split)
     asked = [
         (case, folder / case.name, done, look or Look(), gauges, split, device) for case, done in zip(cases, there)
     ]
@@ -173,8 +183,8 @@ def _check_folder(case: Case, home: Path) -> bool:
     """Whether the network is trained already; an error where the folder holds another one."""
     asked = json.loads(json.dumps(case.settings))
     written = home / "case.json"
-    if not written.exists():
-        if home.exists() and any(home.iterdir()):
+    if not (home / "config.yaml").exists():  # its training has not begun
+        if home.exists() and any(path.name != written.name for path in home.iterdir()):
             raise ValueError(f"{home} is no network of a counterfactual: choose another --out")
         home.mkdir(parents=True, exist_ok=True)
         write_text(written, json.dumps(asked, indent=1))

@@ -7,6 +7,7 @@ applies all of them to one vector each, one reverse-mode product all transposes.
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -165,28 +166,44 @@ class Products:
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, NotImplementedError) as error:
-                raise NotDifferentiable(f"the map cannot be differentiated: {error}") from error
+                hint = " (in evaluation mode? call model.eval())" if "mutate a captured" in str(error) else ""
+                raise NotDifferentiable(f"the map cannot be differentiated: {error}{hint}") from error
         self._pull = pull
         if not isinstance(out, Tensor):
             raise ValueError(f"the map returned a {type(out).__name__}; it must return one tensor")
         if not (x.isfinite().all() and out.isfinite().all()):
-            raise ValueError("the map's input or output is not finite: there is no Jacobian to measure")
+            raise ValueError("the map's input or output is not finite: are there NaN in the weights or images?")
         if out.ndim == 0 or out.shape[0] != len(x):
             raise ValueError(f"the map turned a batch of {len(x)} into {tuple(out.shape)}; it must keep the batch")
         self.f = f
         self.shape = out.shape[1:]
         self.in_size, self.out_size = math.prod(x.shape[1:]), math.prod(self.shape)
-        each = max(_WORKING_COPIES * len(x) * (self.in_size + self.out_size), _INNER_COPIES * self._largest())
+        again, largest = self._again()
+        if (again - out).norm() > 0.01 * out.norm():
+            raise ValueError("the map gives another output each time: put it in evaluation mode, without dropout")
+        self._check_samples(out)
+        each = max(_WORKING_COPIES * len(x) * (self.in_size + self.out_size), _INNER_COPIES * largest)
         self.chunk = max(1, int(budget * 2**30 / (each * x.element_size())))
         self.forward_mode = self._try_forward_mode()
         self._linear: Map | None = None
 
-    def _largest(self) -> int:
-        """Numbers in the largest tensor on the way: a branch may run on more than the part that is measured."""
+    def _again(self) -> tuple[Tensor, int]:
+        """The output once more, and the numbers in the largest tensor on the way to it, which may be more than those
+        of the part that is measured."""
         sizes = _Sizes()
         with exact(), torch.no_grad(), sizes:
-            self.f(self.x)
-        return sizes.largest
+            return self.f(self.x), sizes.largest
+
+    def _check_samples(self, out: Tensor) -> None:
+        """Refuse a derivative that does not exist here, or that of one sample's output by another sample."""
+        probe = torch.zeros_like(out)
+        probe[0] = torch.randn(out.shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out)
+        with exact(), torch.no_grad(), says_what_to_do(self.budget, len(out)):
+            back = self._pull(probe)[0]
+        if not back.isfinite().all():
+            raise ValueError("the map's derivative is not finite here: there is no Jacobian to measure")
+        if back[1:].norm() > 1e-5 * back[0].norm():
+            raise ValueError("the map mixes the samples of a batch: is batch norm in training mode? call model.eval()")
 
     def _try_forward_mode(self) -> bool:
         """Fused kernels and custom functions may have no forward-mode derivative; the reverse mode twice does it."""
@@ -270,7 +287,7 @@ def says_what_to_do(budget: float, samples: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        known = "GiB for products" in str(error)
+        known = "GiB for products" in str(error) or "GiB in full" in str(error)
         if known or not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
             raise
         raise torch.OutOfMemoryError(
@@ -309,8 +326,22 @@ def formed_for(products: Products, vectors: int) -> Operator:
 
 def _full(products: Products) -> Tensor:
     x, (m, n) = products.x, (products.out_size, products.in_size)
+    needed = x.element_size() * (len(x) * m * n + min(m, n) ** 2)
+    if needed > _memory(x.device):
+        raise torch.OutOfMemoryError(
+            f"{len(x)} Jacobians of {m:,} x {n:,} take {needed / 2**30:,.0f} GiB in full, more than there is: use "
+            "method lanczos, or give fewer samples or triplets"
+        )
     if n <= m:
         eye = torch.eye(n, dtype=x.dtype, device=x.device).expand(len(x), n, n)
         return products.push(eye).mT
     eye = torch.eye(m, dtype=x.dtype, device=x.device).expand(len(x), m, m)
     return products.pull(eye)
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes that a device has in all, where that is known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    names = getattr(os, "sysconf_names", {})
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in names else math.inf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +15,16 @@ from residua.adapt import Foreign, is_own, stream
 from residua.adapt.foreign import preprocessing_of
 from residua.data import DataError, Preprocessing, Source, Splits
 from residua.evaluate.reading import frozen
-from residua.nn import Classifier, ResNet, SiT, UniformNet, UViT
+from residua.nn import SiT, UViT
 from residua.nn.diffusion import noised
 from residua.train.checkpoint import checkpoints, load
 
 from .alignment import Alignment, Gauge, measure, stream_points
 from .collapse import Collapse, neural_collapse
 from .jacobian import Method, jacobian_svd
-from .network import Bound, bind
+from .network import Bound, Precision, bind, trained_classes, twin_of
 
 Split = Literal["train", "test", "both"]
-Precision = Literal["float64", "float32"]
 Progress = Callable[[int, int], None]
 
 MOST_CLASSES = 10  # whose paths are drawn
@@ -57,6 +55,16 @@ class Look:
     """C of RA3; default: the number of classes that a classifier of ours was trained on."""
     seed: int = 0
     """Chooses the images and the plane that paths are drawn in."""
+
+    def __post_init__(self) -> None:
+        if self.k < 1 or self.images < 1 or self.budget <= 0:
+            raise ValueError(
+                f"{self.k} triplets of {self.images} images with a budget of {self.budget:g} GiB: all must be positive"
+            )
+        if not 0 < self.time < 1:
+            raise ValueError(f"time is {self.time:g}; choose a noise level in (0, 1)")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; choose 0 or more")
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ class Anatomy:
         return list(self.parts[0].others)
 
     def to_dict(self) -> dict[str, Any]:
-        settings = {name: getattr(self.look, name) for name in ("gauge", "token", "precision", "seed")}
+        settings = {name: getattr(self.look, name) for name in ("gauge", "token", "time", "precision", "seed")}
         return settings | {"left_out": self.left_out, "parts": [part.to_dict() for part in self.parts]}
 
 
@@ -120,36 +128,31 @@ def study(
     >>> found.parts[0].laws.verdicts()
     """
     look = look or Look()
-    check(model, splits, look)
-    sources = {name: source for name, source in _sources(splits, split).items() if source is not None and len(source)}
+    check(model, splits)
+    sources = {name: source for name, source in sources_of(splits, split).items() if source is not None and len(source)}
     where = torch.device(device)
     parts = [_part(model, name, source, splits, look, where, progress) for name, source in sources.items()]
     return Anatomy(parts, splits.train.classes, look)
 
 
-def check(model: nn.Module, splits: Splits, look: Look) -> None:
+def check(model: nn.Module, splits: Splits) -> None:
     """Refuse what cannot be measured, before anything is."""
     if getattr(model, "autoencoder", None) is not None:
         raise ValueError("a model of latents is not shown images: call residua.anatomy.alignment(model, x_t, t)")
-    if not 0 < look.time < 1:
-        raise ValueError(f"time is {look.time:g}; choose a noise level in (0, 1)")
     try:
         steps = stream(model)
     except (TypeError, ValueError) as error:
         raise ValueError("no residual blocks found: " + str(error).replace("no residual blocks found: ", "")) from error
     if len(steps) < 2:
         raise ValueError(f"{type(model).__name__} has {len(steps)} residual step: alignment compares at least two")
-    if look.k < 1 or look.images < 1 or look.budget <= 0:
-        raise ValueError(
-            f"{look.k} triplets of {look.images} images with a budget of {look.budget:g} GiB: all must be positive"
-        )
     body: Any = getattr(model, "encoder", model)
     takes = body.in_chans if is_own(model) else preprocessing_of(model).in_chans
     if splits.train.channels not in ((takes,) if is_own(model) else (1, takes)):
         raise DataError(f"{splits.train.name} has {splits.train.channels} channels, the network takes {takes}")
 
 
-def _sources(splits: Splits, split: Split) -> dict[str, Source | None]:
+def sources_of(splits: Splits, split: Split) -> dict[str, Source | None]:
+    """The images of the splits asked for; an error where one that was asked for by name is not there."""
     if split not in get_args(Split):
         raise ValueError(f"split is {split!r}; choose one of {', '.join(get_args(Split))}")
     found = {"train": splits.train, "test": splits.test}
@@ -170,7 +173,7 @@ def _part(
     progress: Progress | None,
 ) -> Part:
     pre = preprocessing(model, splits.train)
-    twin = _twin(model, look, device)
+    twin = twin_of(model, look.precision, device)
     laws, others = _laws(model, twin, source, pre, look, progress)
     drawn = _drawn(source, look)
     path = _bound(twin, source, drawn, pre, look)
@@ -179,18 +182,14 @@ def _part(
     return Part(name, laws, _plane(path, look), labels, collapse, accuracy, others)
 
 
-def _twin(model: nn.Module, look: Look, device: torch.device) -> nn.Module:
-    """A copy in evaluation mode and in the precision asked for."""
-    return copy.deepcopy(model).to(device, getattr(torch, look.precision)).eval().requires_grad_(False)
-
-
 def _laws(
     model: nn.Module, twin: nn.Module, source: Source, pre: Preprocessing, look: Look, progress: Progress | None = None
 ) -> tuple[Alignment, dict[str, Tensor]]:
     bound = _bound(twin, source, balanced(source, look.images, look.seed), pre, look)
+    classes = trained_classes(model) if look.classes is None else look.classes
     laws = measure(
         bound.blocks, bound.end, min(look.k, bound.blocks[0].x[0].numel()), gauge=look.gauge, method=look.method,
-        classes=look.classes or trained_classes(model), budget=look.budget, seed=look.seed, progress=progress,
+        classes=classes, budget=look.budget, seed=look.seed, progress=progress,
     )  # fmt: skip
     others = {}
     for block in bound.others:
@@ -253,11 +252,6 @@ def balanced(source: Source, count: int, seed: int) -> list[int]:
     return order[:count].tolist()
 
 
-def trained_classes(model: nn.Module) -> int | None:
-    """How many classes a classifier tells apart; None for an encoder."""
-    return model.num_classes if isinstance(model, Classifier | ResNet | UniformNet) else None
-
-
 def preprocessing(model: nn.Module, train: Source) -> Preprocessing:
     """The network's own, or its image size with the statistics of the training images."""
     if not is_own(model):
@@ -300,9 +294,13 @@ def layers(
 def _features(model: nn.Module, images: Tensor, *context: Tensor) -> dict[str, Tensor]:
     """Pooled features of every layer; of a classifier the last are those that its head sees, with its logits."""
     if not is_own(model):
-        tokens: dict[str, Tensor] = {}
-        last_tokens = Foreign(model).forward_features(images, tokens.__setitem__)
-        return {name.removesuffix(".mlp"): x.mean(1) for name, x in tokens.items()} | {"last": last_tokens.mean(1)}
+        pooled_tokens: dict[str, Tensor] = {}
+
+        def pool(name: str, tokens: Tensor) -> None:  # at once: all layers of a batch would fill a memory
+            pooled_tokens[name.removesuffix(".mlp")] = tokens.mean(1)
+
+        last_tokens = Foreign(model).forward_features(images, pool)
+        return pooled_tokens | {"last": last_tokens.mean(1)}
     steps = stream(model, images, *context)
     network: Any = model
     inputs: list[Any] = [step.input for step in steps]
@@ -354,9 +352,9 @@ def along(
     found: list[Moment] = []
     for path in saved:
         model = load(path, ema=False)
-        check(model, splits, look)
+        check(model, splits)
         pre = preprocessing(model, splits.train)
-        laws, _ = _laws(model, _twin(model, look, torch.device(device)), source, pre, look)
+        laws, _ = _laws(model, twin_of(model, look.precision, torch.device(device)), source, pre, look)
         score = _score(model, source, splits, pre, torch.device(device), look.seed)
         found.append(Moment(int(path.name.removeprefix("step-")), score, laws))
         each(found[-1])

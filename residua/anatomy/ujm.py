@@ -63,6 +63,8 @@ def blobs(dim: int = 6, count: int = 40, classes: int = 2, noise: float = 0.3, s
     """Gaussian clouds: at +-e_1 for two classes (labels -1 and 1), at e_1..e_C for more (labels 0..C-1)."""
     if count < dim:
         raise ValueError(f"{count} samples cannot span {dim} dimensions: give at least {dim}")
+    if classes < 2:
+        raise ValueError(f"classes is {classes}: there is nothing to tell apart, give at least 2")
     if classes > dim:
         raise ValueError(f"{classes} classes need at least as many dimensions, got {dim}")
     generator = torch.Generator().manual_seed(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -42,7 +43,8 @@ class AnatomyOptions:
     split: Literal["train", "test", "both"] = "both"
     """Which images."""
     every_checkpoint: bool = False
-    """Also measure every checkpoint that the run kept (finetune and pretrain --keep 0 keep all)."""
+    """Also measure every checkpoint that the run kept (finetune and pretrain --keep 0 keep all), on test images where
+    there are some."""
     classes: int | None = None
     """Of RA3: how many classes it was trained on; default: known of classifiers of ours."""
     precision: Literal["float64", "float32"] = "float64"
@@ -53,7 +55,7 @@ class AnatomyOptions:
     budget: float = 2.0
     """GiB that products with Jacobians may take at once."""
     seed: int = 0
-    """Of the choice of images and of the plane that paths are drawn in."""
+    """Of the choice of images, of a diffusion model's noise and of the plane that paths are drawn in."""
     out: str | None = None
     """Folder for anatomy.json and anatomy.html; default: the run."""
     device: str | None = None
@@ -76,8 +78,15 @@ def anatomy(args: list[str]) -> None:
     run = Path(o.model).expanduser()
     if o.every_checkpoint and not (run / "checkpoints").is_dir():
         raise ValueError(f"--every-checkpoint is for a run, and {o.model} is none: it has no folder checkpoints")
+    if o.img_size and not is_name(o.model):
+        raise ValueError(f"--img-size is for a model by name: {o.model} has the image size that it was trained with")
+    folder = Path(o.out).expanduser() if o.out else run if run.is_dir() else run.parent
+    if is_name(o.model) and not o.out:
+        folder = Path(f"anatomy-{slug(o.model)}")
+    _check_folder(folder)
     model = open_any(o.model, o.weights, img_size(o.img_size))
-    splits = residua.data.load(o.data or data_of(o.model))
+    data = o.data or data_of(o.model)
+    splits = residua.data.load(data)
     look = Look(
         k=o.top, images=o.images, gauge=o.gauge, token=o.token, time=o.time, precision=o.precision, method=o.method,
         budget=o.budget, classes=o.classes, seed=o.seed,
@@ -94,15 +103,21 @@ def anatomy(args: list[str]) -> None:
         if laws.converged < 1:
             note(f"{100 * (1 - laws.converged):.1f} % of the triplets did not converge: trust the leading ones only")
     moments = along(run, splits, look, device=device, each=_moment) if o.every_checkpoint else []
-    folder = Path(o.out).expanduser() if o.out else run if run.is_dir() else run.parent
-    if is_name(o.model) and not o.out:
-        folder = Path(f"anatomy-{slug(o.model)}")
     folder.mkdir(parents=True, exist_ok=True)
-    values = found.to_dict() | {"checkpoints": [moment.to_dict() for moment in moments]}
+    shown = {"model": o.model, "data": data}
+    values = shown | found.to_dict() | {"checkpoints": [moment.to_dict() for moment in moments]}
     write_text(folder / "anatomy.json", json.dumps(values, indent=1))
     console.print(f"written: {folder / 'anatomy.json'}", markup=False)
-    score = "test accuracy (%)" if found.parts[0].accuracy is not None else "kNN, k = 20 (%)"
+    of = "test" if splits.test is not None and len(splits.test) else "training"
+    score = f"{of} accuracy (%)" if found.parts[0].accuracy is not None else "kNN, k = 20 (%)"
     show(anatomy_page(found, run.resolve().name, folder / "anatomy.html", moments, score), o.open)
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written to, before anything is measured."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"nothing can be written to {folder}: give another folder, --out FOLDER")
 
 
 def _progress(done: int, total: int) -> None:
@@ -155,6 +170,8 @@ def ujm(args: list[str]) -> None:
     o = tyro.cli(UJMOptions, args=args, prog="residua ujm")
     if o.open and o.out is None:
         raise ValueError("--open needs --out: the folder that the page is written to")
+    if o.out is not None:
+        _check_folder(Path(o.out).expanduser())
     x, y = blobs(o.dim, o.samples, o.classes, o.noise, o.seed)
     model = solve(x, y, o.depth, penalty=o.penalty, lam=o.lam, lam_w=o.lam_w, seed=o.seed)
     rank = 1 if o.classes == 2 else o.classes  # two classes need one direction

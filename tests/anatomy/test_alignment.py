@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from residua.anatomy import Block, NotDifferentiable, measure
+from residua.anatomy import Block, NotDifferentiable, measure, straightness
 
 
 def linear(name: str, a: Tensor, x: Tensor) -> Block:
@@ -107,3 +107,30 @@ def test_a_gauge_that_does_not_exist_is_refused(aligned: tuple[list[Block], Tens
     without = [Block(b.name, b.branch, b.x, 0.0) for b in blocks]
     with pytest.raises(ValueError, match="has alpha 0"):
         measure(without, end, k=2, gauge="J/alpha")
+
+
+def test_equal_singular_values_do_not_fall(aligned: tuple[list[Block], Tensor]) -> None:
+    blocks, end = aligned
+    u = torch.zeros(8, dtype=torch.float64)
+    u[2] = 1.0
+    same = [linear(b.name, torch.outer(u, u) * (0.5 - 1e-9 * i), b.x) for i, b in enumerate(blocks)]  # but for rounding
+    laws = measure(same, end, k=3)
+    assert laws.scalars()["RA4 R^2"][0] > 0.99
+    assert not laws.verdicts()["RA4"][0]
+    assert measure(blocks, end, k=3).verdicts()["RA4"][0]
+
+
+def test_values_of_dead_blocks_are_fit_for_json(aligned: tuple[list[Block], Tensor]) -> None:
+    blocks, end = aligned
+    dead = Block("dead", lambda z: 0 * z, end)
+    values = measure([*blocks, dead], end, k=3).to_dict()
+    json.dumps(values, allow_nan=False)
+    assert values["inverse_s1"][-1] is values["inverse_s1_spread"][-1] is None
+    still = straightness(torch.ones(3, 2, 4))
+    assert still.variation.tolist() == [0, 0]
+
+
+def test_a_number_of_classes_that_cannot_be_is_refused(aligned: tuple[list[Block], Tensor]) -> None:
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=f"classes is {wrong}"):
+            measure(*aligned, k=3, classes=wrong)

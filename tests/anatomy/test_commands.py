@@ -7,6 +7,7 @@ import pytest
 
 import residua
 from residua import cli
+from residua.anatomy import study
 
 TRAIN = """
 resmlp --data digits?classes=2 --depth 3 --width 8 --alpha-min 0.8 --optimizer sgd --steps 4 --batch-size 32
@@ -43,15 +44,28 @@ def test_anatomy_elsewhere_in_the_other_gauge(run: Path, tmp_path: Path) -> None
     args = ["--images", "2", "--top", "4", "--gauge", "J/alpha", "--split", "test", "--out", "there", "--device", "cpu"]
     assert cli.main(["anatomy", str(checkpoint), *args]) == 0
     values = json.loads((tmp_path / "there" / "anatomy.json").read_text())
-    assert values["gauge"] == "J/alpha"
+    assert (values["gauge"], values["data"]) == ("J/alpha", "digits?classes=2")
     assert [part["split"] for part in values["parts"]] == ["test"]
 
 
 def test_anatomy_of_nothing_is_explained(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["anatomy", "nowhere"]) == 2
     assert "nothing at nowhere" in capsys.readouterr().err
+    assert cli.main(["anatomy", str(run), "--img-size", "16"]) == 2
+    assert "--img-size is for a model by name" in capsys.readouterr().err
     assert cli.main(["anatomy", str(run), "--token", "0", "--device", "cpu"]) == 2
     assert "token 0 was asked for" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_written_nothing_is_measured(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(study, "study", None)  # called, it fails
+    monkeypatch.setattr(residua.anatomy, "solve", None)
+    for command in (["anatomy", str(run)], ["ujm"]):
+        assert cli.main([*command, "--out", "file/there"]) == 2
+        assert "nothing can be written to file/there" in capsys.readouterr().err
 
 
 def test_ujm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor, nn
 
 import residua
-from residua.anatomy import NotDifferentiable, dense_jacobian, jacobian_svd
-from residua.anatomy.jacobian import Products
+from residua.anatomy import NotDifferentiable, dense_jacobian, jacobian, jacobian_svd
+from residua.anatomy.jacobian import Method, Products
 
 B = 3
 
@@ -301,3 +301,31 @@ def test_residuals_are_told_for_small_values_of_large_jacobians() -> None:
     torch.testing.assert_close(svd.residual, torch.maximum(true, svd.residual), rtol=1e-3, atol=1e-6)
     assert svd.converged[0, 0]
     assert not svd.converged[0, 1:].any()
+
+
+def test_maps_that_are_not_of_one_sample_each_are_refused() -> None:
+    x = torch.randn(4, 8)
+    batch = nn.BatchNorm1d(8, track_running_stats=False)
+    for mixed in (batch, lambda z: z.flip(0)):
+        with pytest.raises(ValueError, match="mixes the samples"):
+            jacobian_svd(mixed, x, 2)
+    with pytest.raises(NotDifferentiable, match=r"in evaluation mode\? call model.eval"):
+        jacobian_svd(nn.BatchNorm1d(8).train(), x, 2)
+    assert jacobian_svd(nn.BatchNorm1d(8).eval(), x, 2).converged.all()
+    with pytest.raises(ValueError, match="another output each time"):
+        jacobian_svd(nn.Dropout(0.5).train(), x, 2)
+
+
+@pytest.mark.parametrize("method", ["dense", "formed", "lanczos"])
+def test_a_derivative_that_is_not_finite_is_said_to_be_so(method: Method) -> None:
+    with pytest.raises(ValueError, match="derivative is not finite"):
+        jacobian_svd(lambda z: z.abs().sqrt(), torch.zeros(2, 8), 2, method=method)
+
+
+def test_matrices_larger_than_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jacobian, "_memory", lambda device: 1000)
+    x = torch.randn(2, 20)
+    for method in ("dense", "formed"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"2 Jacobians of 20 x 20 take .* use method lanczos"):
+            jacobian_svd(torch.tanh, x, 2, method=method)
+    assert jacobian_svd(torch.tanh, x, 2, method="lanczos").converged.all()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import residua
 from residua.anatomy import Block, NotDifferentiable, alignment, dense_jacobian, jacobian, jacobian_svd, measure
-from residua.anatomy.network import bind, block_of
+from residua.anatomy.network import bind, block_of, twin_of
 from residua.nn.stream import Step
 
 
@@ -136,6 +136,8 @@ def test_wrong_inputs(vit) -> None:
         alignment(post, torch.randn(1, 5, 8))
     with pytest.raises(ValueError, match=r"0.mlp: its sum passes through a norm .*\(post-norm\)"):
         block_of(Step("0.mlp", nn.Identity(), torch.ones(()), after=nn.LayerNorm(8), input=torch.randn(1, 5, 8)))
+    with pytest.raises(ValueError, match="precision is 'half'"):
+        alignment(vit, torch.randn(1, 3, 8, 8), precision="half")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="token 0 was asked for"):
         alignment(net, torch.randn(1, 3, 8, 8), token=0)
     with pytest.raises(ValueError, match="token 5 was asked for; there are 5, 0 to 4"):
@@ -144,11 +146,14 @@ def test_wrong_inputs(vit) -> None:
         alignment(residua.create_model("resnet18", img_size=8, width=4, stages=(1, 1, 1, 1)), torch.randn(1, 3, 8, 8))
 
 
-def test_labels_tell_the_number_of_classes() -> None:
-    net = residua.create_model("resmlp", img_size=4, num_classes=3, depth=3, width=12)
+def test_the_number_of_classes_is_the_networks_or_that_of_the_labels(vit) -> None:
+    net = residua.create_model("resmlp", img_size=4, num_classes=5, depth=3, width=12)
     images, labels = torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 2])
-    assert alignment(net, images, labels, k=5).classes == 3
-    assert alignment(net, images, k=5).classes is None
+    assert alignment(net, images, labels, k=6).classes == 5  # these images are of three of them
+    assert alignment(net, images, k=6).classes == 5
+    assert alignment(net, images, labels, k=6, classes=2).classes == 2
+    assert alignment(vit, torch.randn(4, 3, 8, 8), labels, k=5).classes == 3
+    assert alignment(vit, torch.randn(4, 3, 8, 8), k=5).classes is None
     with pytest.raises(ValueError, match="no images"):
         alignment(net, images[:0], k=5)
 
@@ -213,4 +218,51 @@ def test_what_others_networks_take_is_not_taken_for_labels() -> None:
     x, net = torch.randn(2, 6), Told()
     found = [alignment(net, x, torch.tensor([t, t]), k=2) for t in (0, 3)]
     assert found[0].classes is None
+    with pytest.raises(ValueError, match=r"Sequential cannot be called with .* classes="):
+        alignment(net.blocks, x, torch.tensor([0, 1]), k=2)
     assert not torch.allclose(found[0].S, found[1].S)
+
+
+def test_a_network_that_does_nothing_yet_is_said_to() -> None:
+    net = nn.Sequential(*(Residual() for _ in range(3)))
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    with pytest.raises(ValueError, match="every Jacobian is zero"):
+        alignment(net, torch.randn(2, 6), k=2)
+
+
+def test_a_block_with_nan_is_named() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Residual() for _ in range(3)))
+    images = torch.randn(2, 6)
+    residua.fade(net, alpha_min=1.0, example=images)  # its blocks are known from then on
+    net[1].fc.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"block 1: .*are there NaN in the weights"):
+        alignment(net, images, k=2)
+
+
+SMALL = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "patch_size": 4}
+
+
+def test_a_masked_autoencoder_of_transformers_sees_whole_images_in_order() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    net = transformers.ViTMAEModel(transformers.ViTMAEConfig(image_size=16, mask_ratio=0.75, **SMALL)).eval()
+    images = torch.randn(2, 3, 16, 16)
+    first, again = (alignment(net, images, k=3, token=5) for _ in range(2))
+    assert torch.equal(first.S, again.S)
+    block = bind(twin_of(net, "float64"), images.double()).blocks[0]
+    assert block.x.shape == (2, 17, 12)
+    patches = net.double().embeddings.patch_embeddings(images.double())
+    torch.testing.assert_close(block.x[:, 1:], patches + net.embeddings.position_embeddings[:, 1:])
+    assert net.config.mask_ratio == 0.75
+
+
+def test_a_transformer_of_transformers_takes_other_image_sizes() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    net = transformers.ViTModel(transformers.ViTConfig(image_size=8, **SMALL)).eval()
+    assert bind(net, torch.randn(1, 3, 8, 8)).end.shape == (1, 5, 12)
+    images = torch.randn(1, 3, 8, 16)
+    own = net(images, interpolate_pos_encoding=True, output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(bind(net, images).end, own)

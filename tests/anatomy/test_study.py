@@ -1,6 +1,7 @@
 """Networks looked at from all sides, and networks that differ in one thing."""
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 import residua
+from residua.adapt import Foreign
 from residua.anatomy import counterfactual, neural_collapse
 from residua.anatomy.counterfactual import plan, points, run
 from residua.anatomy.study import Look, along, balanced, study
+from residua.anatomy.study import _features as layer_features
 from residua.data import DataError, Preprocessing
 from residua.nn.diffusion import VP
 
@@ -82,7 +85,8 @@ def test_paths_are_those_of_the_stream_in_one_plane(digits: residua.data.Splits)
 def test_encoders_have_no_c_and_no_head() -> None:
     shapes = residua.data.load("shapes?n=24&size=8&test=12")
     model = residua.create_model("mae_vit", img_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=2,
-                                 decoder_embed_dim=8, decoder_depth=1, decoder_num_heads=1).eval()  # fmt: skip
+                                 decoder_embed_dim=8, decoder_depth=1, decoder_num_heads=1,
+                                 zero_init=False).eval()  # fmt: skip
     whole = study(model, shapes, "test", LOOK).parts[0]
     assert whole.laws.S.shape == (3, 4, 6)
     assert "RA3" not in whole.laws.verdicts()
@@ -104,7 +108,12 @@ def test_what_cannot_be_studied_is_refused(digits: residua.data.Splits) -> None:
     with pytest.raises(ValueError, match="split is 'valid'"):
         study(classifier(), digits, "valid")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be positive"):
-        study(classifier(), digits, look=Look(images=0))
+        Look(images=0)
+    with pytest.raises(ValueError, match="seed is -1"):
+        Look(seed=-1)
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=f"classes is {wrong}"):
+            study(classifier(), digits, "test", replace(LOOK, classes=wrong))
 
 
 # ---------------------------------------------------------------- counterfactuals
@@ -149,6 +158,35 @@ def test_finished_networks_are_not_trained_again(tmp_path: Path, monkeypatch: py
     assert [p.x for p in found] == [0.5, 1.0]
     with pytest.raises(ValueError, match="choose another --out"):
         run(plan("decay", alphas=(1.0,), data="digits?classes=2", **QUICK | {"width": 8}), folder, LOOK)
+
+
+def test_what_cannot_be_trained_or_measured_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("trained")
+
+    monkeypatch.setattr(counterfactual, "finetune", refuse)
+    for wrong in ({"alphas": (0.5, 2.0)}, {"rates": (0.5, 1.5)}, {"classes": (2, 1)}):
+        with pytest.raises(ValueError, match="give at least 2 classes"):
+            plan("decay", **wrong)
+    with pytest.raises(DataError, match="classes=11"):
+        run(plan("classes", classes=(2, 11), **QUICK), tmp_path / "a", LOOK)
+    for kind in ("shortcut", "decay"):
+        cases = plan(kind, alphas=(0.5, 0.0), data="digits?classes=2", **QUICK)
+        with pytest.raises(ValueError, match="use gauge J alone"):
+            run(cases, tmp_path / "b", LOOK, gauges=("J", "J/alpha"))
+
+
+def test_a_network_that_failed_before_training_does_not_keep_its_folder(tmp_path: Path) -> None:
+    wrong, right = (plan("decay", alphas=(0.5,), data="digits?classes=2", **QUICK | {"width": w}) for w in (0, 8))
+    with pytest.raises(ValueError, match="width .*0"):
+        run(wrong, tmp_path, LOOK)
+    assert run(right, tmp_path, LOOK)[0].case == right[0]
+
+
+def test_a_value_given_twice_is_one_network() -> None:
+    assert [case.x for case in plan("decay", alphas=(0.5, 1.0, 0.5))] == [0.5, 1.0]
 
 
 def test_seeds_are_one_point_and_jobs_change_nothing(tmp_path: Path) -> None:
@@ -211,3 +249,26 @@ def test_blocks_of_other_shapes_are_measured_by_themselves(digits: residua.data.
     (part,) = study(model, digits, "test", LOOK).parts
     assert {name: len(values) for name, values in part.others.items()} == {"blocks.2": 6, "blocks.3": 6}
     assert json.loads(json.dumps(part.to_dict()))["others"]["blocks.2"][0] > 0
+
+
+def test_layers_of_foreign_models_are_pooled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[Any] = []
+
+    def forward_features(self: Any, images: torch.Tensor, tap: Any) -> torch.Tensor:
+        for i in range(3):
+            x = torch.full((2, 5, 4), float(i))
+            alive.append(weakref.ref(x))
+            tap(f"blocks.{i}.mlp", x)
+            del x
+            assert alive[-1]() is None  # nobody keeps all tokens of a layer
+        return torch.ones(2, 5, 4)
+
+    monkeypatch.setattr(Foreign, "__init__", lambda self, model: torch.nn.Module.__init__(self))
+    monkeypatch.setattr(Foreign, "forward_features", forward_features)
+    found = layer_features(torch.nn.Linear(1, 1), torch.zeros(2, 3, 8, 8))
+    assert {name: float(x.mean()) for name, x in found.items()} == {
+        "blocks.0": 0,
+        "blocks.1": 1,
+        "blocks.2": 2,
+        "last": 1,
+    }

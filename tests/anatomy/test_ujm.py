@@ -83,3 +83,9 @@ def test_wrong_inputs() -> None:
         blobs(dim=10, count=5)
     with pytest.raises(ValueError, match="dimensions"):
         blobs(dim=3, count=40, classes=4)
+
+
+def test_one_class_is_refused() -> None:
+    for count in (0, 1):
+        with pytest.raises(ValueError, match="give at least 2"):
+            blobs(classes=count)
