@@ -208,12 +208,12 @@ def _gains(folders: Folders, read: Callable[[Path], Curve]) -> dict[str, list[Cu
 
 
 def _seed(run: Path) -> str:
-    return run.name.rpartition("-seed-")[2]
+    return run.name.partition("-seed-")[2]
 
 
 def _mean(curves: Sequence[Curve]) -> Curve:
     """Where all were measured."""
-    shared = set.intersection(*(set(curve) for curve in curves))
+    shared = set.intersection(*(set(curve) for curve in curves)) if curves else set()
     return {x: fmean(curve[x] for curve in curves) for x in sorted(shared)}
 
 

@@ -39,6 +39,11 @@ def claim(path: Path) -> bool:
     return True
 
 
+def held(path: Path) -> bool:
+    """Whether this process holds it already: `claim` is true then, too."""
+    return path.resolve() in _HELD
+
+
 def release(path: Path) -> None:
     """Let others have it."""
     file = _HELD.pop(path.resolve(), None)

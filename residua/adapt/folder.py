@@ -85,4 +85,10 @@ def set_norms(model: Any, config: Mapping[str, Any]) -> None:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.exists() else {}
+    try:
+        found = json.loads(file.read_text()) if file.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no settings, expected {{...}}")
+    return found

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import pickle
@@ -24,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from residua.data import Preprocessing
+from residua.nn.weights import unwrap
 
 from .folder import config_of, from_processor, from_timm, set_norms
 
@@ -283,18 +285,16 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # the settings that training files keep beside
+            content = unwrap(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:
-        raise ValueError(f"{file} cannot be read as weights: {why_unreadable(error)}") from error
-    for key in ("state_dict", "model", "model_state_dict", "teacher"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
+        raise ValueError(f"{file} cannot be read as weights: {_why_unreadable(error)}") from error
     if not isinstance(content, dict) or not all(isinstance(x, Tensor) for x in content.values()):
         raise ValueError(f"{file} holds no state dict of tensors")
-    return {key.removeprefix("module."): x for key, x in content.items()}
+    return {str(key).removeprefix("module."): x for key, x in content.items()}
 
 
-def why_unreadable(error: Exception) -> str:
+def _why_unreadable(error: Exception) -> str:
     """One line for a file of weights that does not open; PyTorch's own says how to run the code in it."""
     if isinstance(error, pickle.UnpicklingError):
         return "it holds other things than tensors, which are not loaded as they may run code, or it is broken"

@@ -61,6 +61,13 @@ def _as_note(show: Callable[..., None]) -> Callable[..., None]:
     return told
 
 
+def _part() -> None:
+    """Take leave of the processes that a command was shared with."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -81,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _as_note(warnings.showwarning)
             getattr(module, name)(args)
+            _part()
     except KeyboardInterrupt:
         return fail("interrupted", 130)
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:

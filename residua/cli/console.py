@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import webbrowser
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,12 @@ class Bar:
         if self.show and not console.is_terminal and 10 * record["step"] // self.steps > self.lines:
             self.lines = 10 * record["step"] // self.steps
             console.print(f"step {record['step']:,}/{self.steps:,}  {text}", markup=False)
+
+
+def typed(args: Sequence[str]) -> set[str]:
+    """Names of the settings that stand in arguments as `--name`, `--name=value` or `--no-name`."""
+    flags = (arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--"))
+    return {flag.removeprefix("no_") for flag in flags}
 
 
 def layers(given: tuple[str, ...]) -> Any:

@@ -9,7 +9,7 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import console, note, print_nested, warn_shared
+from .console import console, note, print_nested
 
 
 @dataclass(frozen=True)
@@ -45,4 +45,5 @@ def data(args: list[str]) -> None:
     for part in filter(None, (found["train"], found["test"])):
         if part["unreadable"]:
             note(f"{part['unreadable']:,} of {part['opened']:,} images opened in {part['split']} cannot be read")
-    warn_shared(splits)
+    if found["shared"]:
+        note(f"test images that also occur in the training part: {found['shared']:,}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from rich.markup import escape
 
 from residua.recipes.arguments import settings
 
-from .console import Bar, announce, console, decoding, dry_run, note, say
+from .console import Bar, announce, console, decoding, dry_run, note, say, typed
 
 if TYPE_CHECKING:
     from residua.train.diffuse import Diffusion
@@ -23,7 +24,7 @@ def diffuse(args: list[str]) -> None:
     from residua.train.loop import replace_metrics
 
     config = settings(Diffuse, args, "diffuse", "Train a diffusion model whose identity shortcuts fade with depth.")
-    session = prepare(config, decoding)
+    session = prepare(config, decoding, typed(args))
     main = announce(session)
     if session.config.machine.dry_run:
         return dry_run(session)
@@ -114,6 +115,7 @@ def _passing(what: str, done: int, total: int) -> None:
 def _closing_words(run: Path | None, picture: Path | None) -> None:
     if picture is not None:
         say(f"samples:  {picture}")
-    say(f"more:     residua sample {run} -n 10000")
-    say(f"features: residua evaluate {run}")
+    where = shlex.quote(str(run))
+    say(f"more:     residua sample {where} -n 10000")
+    say(f"features: residua evaluate {where}")
     say(f'load it:  model = residua.load("{run}"); images = residua.sample(model, 16)')

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from residua.recipes.arguments import finetune_settings
 
-from .console import Bar, announce, decoding, dry_run, note, say, warn_shared
+from .console import Bar, announce, decoding, dry_run, note, say, typed, warn_shared
 
 if TYPE_CHECKING:
     from residua.evaluate.finetune import FinetuneResult
@@ -20,7 +20,7 @@ def finetune(args: list[str]) -> None:
     from residua.train.classify import prepare
 
     config = finetune_settings(args)
-    session = prepare(config, load=lambda spec, seed: labelled(load(spec), seed), progress=decoding)
+    session = prepare(config, load=lambda spec, seed: labelled(load(spec), seed), progress=decoding, given=typed(args))
     main = announce(session)
     if main:
         warn_shared(session.splits)

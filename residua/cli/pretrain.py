@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any, Literal
 
 from residua.recipes.arguments import settings
 
-from .console import Bar, announce, console, decoding, dry_run, note, warn_shared
+from .console import Bar, announce, console, decoding, dry_run, note, typed, warn_shared
 
 if TYPE_CHECKING:
     from residua.train.health import Health
@@ -21,7 +22,7 @@ def pretrain(args: list[str]) -> None:
     config = settings(
         Pretrain, args, "pretrain", "Pretrain a masked autoencoder whose identity shortcuts fade with depth."
     )
-    session = prepare(config, decoding)
+    session = prepare(config, decoding, typed(args))
     main = announce(session)
     if main:
         warn_shared(session.splits)
@@ -53,7 +54,8 @@ def _scores_while_training(model: Any, session: Pretraining, health: Health) -> 
         accelerator=session.accelerator,
     )
     for text in health.check_rank(report.value("entropy rank"), model.encoder.embed_dim):
-        note(text)
+        if session.accelerator.is_main_process:
+            note(text)
     return {f"eval/{s.metric.replace(' ', '_')}": s.value for s in report.scores if s.layer in (-1, report.layers[-1])}
 
 
@@ -78,8 +80,6 @@ def _closing_words(model: Any, session: Pretraining) -> None:
     rank, fresh, pixels = (report.value("entropy rank", who) for who in ("model", "random init", "pixels"))
     console.print(f"entropy rank {rank:.1f} nats (random init {fresh:.1f}, pixels {pixels:.1f}); pictures: {page}")
     console.print(f'load it:  model = residua.load("{run}")', markup=False)
-    console.print(
-        f"use it:   residua embed {run} --data {session.config.data.data} --out features.parquet",
-        markup=False,
-    )
-    console.print(f"take it:  residua export {run} --to timm", markup=False)
+    where, images = (shlex.quote(text) for text in (str(run), session.config.data.data))
+    console.print(f"use it:   residua embed {where} --data {images} --out features.parquet", markup=False)
+    console.print(f"take it:  residua export {where} --to timm", markup=False)

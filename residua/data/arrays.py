@@ -1,16 +1,19 @@
-"""Sets held as one array in memory: scikit-learn's digits and torchvision's classics."""
+"""Sets held as one array in memory: scikit-learn's digits and torchvision's classics; arrays of `.npz` files."""
 
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from residua.data import decode
 from residua.data.errors import DataError
+from residua.data.room import free_memory
 from residua.data.source import Source, Splits, Stats, fingerprint_of, moments_to_stats
 
 TORCHVISION = ("cifar10", "cifar100", "stl10", "mnist", "fashion-mnist")
@@ -58,6 +61,23 @@ class ArraySource(Source):
             ones = np.full(self.channels, float(len(block)))
             moments += np.stack([block.sum(0, dtype=np.float64), np.square(block).sum(0, dtype=np.float64), ones])
         return moments_to_stats(moments)
+
+
+def read_npz(path: Path, name: str, most: int | None = None) -> np.ndarray | None:
+    """One array of a `.npz` file, None where it has none of that name.
+
+    A small file can unpack to any size: more than `most` bytes, by default the free memory, is a ValueError.
+    """
+    limit = free_memory(torch.device("cpu")) if most is None else most
+    with zipfile.ZipFile(path) as archive:
+        entry = archive.NameToInfo.get(f"{name}.npy")
+        if entry is None:
+            return None
+        if entry.file_size > limit:
+            size, room = (f"{n / 2**20:,.0f} MiB" for n in (entry.file_size, limit))
+            raise ValueError(f"its array {name} unpacks to {size}, expected no more than {room}")
+        with archive.open(entry) as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def load_digits() -> Splits:

@@ -18,6 +18,7 @@ from residua.data.errors import BadImage
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif", ".npy"})
 _FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF")
+MOST_CHANNELS = 64
 _GREY = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N", "F"})
 _SCALE = {"uint8": 255.0, "uint16": 65535.0, "float32": 1.0}
 _SIDEWAYS = {5, 6, 7, 8}  # EXIF orientations that swap height and width
@@ -68,7 +69,7 @@ def header(data: bytes | Path, where: str) -> Header:
             _check_shape(array.shape)
             height, width, channels = (*array.shape, 1)[:3]
             return Header(height, width, channels, str(_array_dtype(array.dtype)))
-        with _open(data) as image:
+        with open_image(data) as image:
             return _pil_header(image)
     except Exception as error:
         raise BadImage(where, error) from error
@@ -79,7 +80,7 @@ def decode(data: bytes | Path, where: str, target: int | None = None) -> np.ndar
     try:
         if isinstance(data, Path) and data.suffix.lower() == ".npy":
             return from_array(np.load(data, allow_pickle=False), target)
-        with _open(data) as image:
+        with open_image(data) as image:
             return from_pil(image, target)
     except Exception as error:
         raise BadImage(where, error) from error
@@ -141,7 +142,8 @@ def from_unit(image: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.clip(np.rint(image * scale), 0, scale).astype(dtype)
 
 
-def _open(data: bytes | Path) -> Image.Image:
+def open_image(data: bytes | Path) -> Image.Image:
+    """By PIL, if it is of a format that is read here: some others start programs."""
     return Image.open(data if isinstance(data, Path) else io.BytesIO(data), formats=_FORMATS)
 
 
@@ -157,7 +159,12 @@ def _pil_header(image: Image.Image) -> Header:
 
 def _stacked_frames(image: Image.Image) -> int:
     """Frames that count as channels: those of a grey multi-page TIFF, else 1."""
-    return getattr(image, "n_frames", 1) if image.format == "TIFF" and image.mode in _GREY else 1
+    if image.format != "TIFF" or image.mode not in _GREY:
+        return 1
+    frames: int = getattr(image, "n_frames", 1)
+    if frames > MOST_CHANNELS:
+        raise ValueError(f"{frames:,} grey pages, which would be as many channels; expected at most {MOST_CHANNELS}")
+    return frames
 
 
 def _pixels(image: Image.Image) -> np.ndarray:

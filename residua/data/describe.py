@@ -22,7 +22,7 @@ def describe(splits: Splits) -> dict[str, Any]:
         "std": list(std),
         "train": _describe_split(train),
         "test": None if splits.test is None else _describe_split(splits.test),
-        "shared": None if splits.test is None else count_shared(train, splits.test),
+        "shared": None if splits.test is None else count_shared(train, splits.test, most=None),
     }
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +15,7 @@ from residua.data import decode
 from residua.data.augment import Batch, ImgSize, pair
 from residua.data.errors import BadImage, DataError
 from residua.data.preprocess import to_canvas
+from residua.data.room import cores, free_memory
 from residua.data.source import Source
 
 OnBadImage = Literal["error", "skip"]
@@ -33,8 +32,9 @@ class Feed:
 
     Images live in device memory when they fit into 40 % of what is free there (`resident=None`; True and
     False force it), as uint8, or float32 in [0, 1] where the source has 16 bits or floats. Otherwise
-    `workers` persistent processes decode them. Either way an image much larger than `img_size` is shrunk
-    when decoded: to at most twice `img_size` on its shorter and three times on its longer side.
+    `workers` persistent processes decode them; by default as many as there are cores for this process, at most 16.
+    Either way an image much larger than `img_size` is shrunk when decoded: to at most twice `img_size` on its shorter
+    and three times on its longer side.
 
     `on_bad_image="skip"` puts the next readable image, with its own number, in the place of an unreadable one.
     `skipped` counts these; `wait_seconds` is the time the consumer spent waiting for data.
@@ -56,7 +56,7 @@ class Feed:
         if len(source) == 0:
             raise DataError(f"{source.name}: no images to feed")
         self.source, self.device = source, torch.device(device)
-        self.workers = min(16, os.cpu_count() or 1) if workers is None else workers
+        self.workers = min(16, cores()) if workers is None else workers
         self.on_bad_image = on_bad_image
         self.wait_seconds = 0.0
         self._bad: set[int] = set()
@@ -239,20 +239,6 @@ def canvas_of(source: Source, target: int) -> tuple[int, int]:
     sizes = np.array([decode.shrunk_size(int(h), int(w), target) for h, w in source.sizes()])
     height, width = sizes.max(axis=0)
     return int(height), int(width)
-
-
-def free_memory(device: torch.device) -> int:
-    """Free bytes on the device; on the CPU, memory the system can still give."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _loader(decoder: _Decoder, workers: int, *, pin: bool = False, batches: Iterable[Tensor] = ()) -> DataLoader[Any]:

@@ -51,7 +51,10 @@ class FolderSource(EncodedSource):
 
     def _status(self, i: int) -> os.stat_result:
         path = self.encoded(i)
-        return path.stat() if path.exists() else path.lstat()  # a link that leads nowhere is an unreadable image
+        try:
+            return path.stat()
+        except OSError:
+            return path.lstat()  # a link that leads nowhere is an unreadable image
 
 
 def load_folder(path: str) -> Splits:

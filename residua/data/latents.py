@@ -35,6 +35,7 @@ from residua.data.source import Source, fingerprint_of
 _FORMAT = 1
 _AT_ONCE = 32  # images encoded at once
 _HALF = 0.5
+_PATIENCE = 600.0  # seconds without a sign of the process that encodes
 
 
 class LatentSource(Source):
@@ -94,14 +95,14 @@ def latents_of(
 ) -> LatentSource:
     """The latents of a source at one image size, from `folder` or encoded into it.
 
-    Of several processes one `writes`; the others wait for it.
+    Of several processes one on each machine `writes`; the others wait for it.
     """
     if source.channels != 3:
         raise DataError(f"{source.name} has {source.channels} channels, the autoencoder takes colour images")
     key = fingerprint_of(source.fingerprint(), autoencoder.space.weights, img_size, on_bad_image, _FORMAT)
     home = folder / key
-    while not writes and not home.exists():
-        time.sleep(0.2)
+    if not writes:
+        _wait_for(home)
     if not home.exists():
         unfinished = folder / f".unfinished-{key}-{secrets.token_hex(4)}"
         try:
@@ -119,6 +120,28 @@ def latents_of(
     return LatentSource(source, home)
 
 
+def _wait_for(home: Path) -> None:
+    """Until another process has put a folder there, as long as its unfinished one changes now and then."""
+    seen, since = [0.0], time.monotonic()
+    while not home.exists():
+        signs = sorted(_time_of(path) for path in home.parent.glob(f".unfinished-{home.name}-*"))
+        if signs != seen:
+            seen, since = signs, time.monotonic()
+        if time.monotonic() - since > _PATIENCE:
+            raise DataError(
+                f"nothing has been encoded into {home.parent} for {_PATIENCE / 60:.0f} minutes: the process that this "
+                "one waits for has failed, or writes to another disk"
+            )
+        time.sleep(0.2)
+
+
+def _time_of(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # just now
+        return 0.0
+
+
 def _encode(
     feed: Feed, source: Source, autoencoder: Autoencoder, img_size: int, folder: Path, progress: Progress | None
 ) -> None:
@@ -134,6 +157,7 @@ def _encode(
             rows = new_array(folder / "latents.npy", np.float16, shape)
         rows[len(numbers) : len(numbers) + len(encoded)] = encoded
         numbers += wanted[kept].tolist()
+        os.utime(folder)  # those who wait look at it
         if progress is not None:
             progress(int(wanted[-1]) + 1, len(source))
     feed.close()

@@ -6,8 +6,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
+from residua.data.decode import open_image
 from residua.data.errors import BadImage, DataError
 from residua.data.source import Source, Subset
 
@@ -67,7 +67,7 @@ def read_mask(path: Path) -> np.ndarray:
         if path.suffix.lower() == ".npy":
             mask = np.load(path, allow_pickle=False)
         else:
-            with Image.open(path) as image:
+            with open_image(path) as image:
                 mask = np.asarray(image.convert("RGB") if image.mode in ("RGB", "RGBA", "PA") else image)
     except Exception as error:
         raise BadImage(str(path), error) from error

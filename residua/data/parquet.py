@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from residua.data.arrays import cache_dir
-from residua.data.errors import DataError, did_you_mean, tell
+from residua.data.errors import BadImage, DataError, did_you_mean, tell
+from residua.data.room import memory
 from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
 
 _SPLIT_WORDS = {
@@ -30,11 +31,14 @@ _SPLIT_WORDS = {
 }
 _LABEL_NAMES = ("label", "fine_label", "labels")
 _MOST_CLASSES = 100_000  # without names; more only where there are as many images
-_SPILL_SHARE = 0.25  # of the machine's memory; larger sets are mapped from a file instead
+_SPILL_SHARE = 0.25  # of this process's memory; larger sets are mapped from a file instead
 
 
 class ParquetSource(EncodedSource):
-    """Rows of some parquet files; encoded images are held in memory, or memory-mapped when there are many."""
+    """Rows of some parquet files; encoded images are held in memory, or memory-mapped when there are many.
+
+    A row may name a file instead of holding an image, relative to the first parquet file and below `root`.
+    """
 
     def __init__(
         self,
@@ -42,12 +46,13 @@ class ParquetSource(EncodedSource):
         split: str,
         files: list[Path],
         *,
+        root: Path,
         image: str,
         classes: list[str] | None,
         labels: np.ndarray | None,
         like: Source | None = None,
     ) -> None:
-        self.files, self.image = files, image
+        self.files, self.root, self.image = files, root, image
         self._open()
         super().__init__(name, split, int(self._starts[-1]), classes=classes, labels=labels, like=like)
 
@@ -57,7 +62,7 @@ class ParquetSource(EncodedSource):
         data, paths = self._chunks[chunk]
         value = data[row].as_py()
         if value is None and paths is not None and paths[row].as_py():
-            return self.files[0].parent / paths[row].as_py()
+            return self._beside(paths[row].as_py(), i)
         return value or b""
 
     def identify(self, i: int) -> str:
@@ -72,10 +77,19 @@ class ParquetSource(EncodedSource):
     def fingerprint(self) -> str:
         return fingerprint_of(_content_key(self.files), self.image, self.labels if self.labels is not None else "none")
 
+    def _beside(self, path: str, i: int) -> Path:
+        """An image file that a row names: one of the set's own folder, and no other file of this machine."""
+        try:
+            file = (self.files[0].parent / path).resolve()
+        except (OSError, ValueError) as error:  # no name that a file could have
+            raise BadImage(self.identify(i), error) from error
+        if not file.is_relative_to(self.root.resolve()):
+            raise BadImage(self.identify(i), f"its path {path} leads out of the folder {self.root}")
+        return file
+
     def _open(self) -> None:
         size = sum(_column_bytes(file, self.image) for file in self.files)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        columns = _spilled(self.files, self.image) if size > _SPILL_SHARE * memory else _rows(self.files, self.image)
+        columns = _spilled(self.files, self.image) if size > _SPILL_SHARE * memory() else _rows(self.files, self.image)
         self._chunks = [_bytes_and_paths(column) for column in columns]
         self._starts = np.cumsum([0] + [len(data) for data, _ in self._chunks])
 
@@ -100,7 +114,7 @@ def load_parquet(path: str, *, image: str | None = None, label: str | None = Non
     for file in files:
         groups.setdefault(split_of(file.relative_to(root).as_posix()), []).append(file)
     name = name or (base.stem if base.is_file() else base.resolve().name)
-    return _load_groups(name, groups, image, label)
+    return _load_groups(name, root, groups, image, label)
 
 
 def load_hub(
@@ -134,7 +148,8 @@ def load_hub(
     groups: dict[str, list[Path]] = {}
     for file in files:
         groups.setdefault(split_of(file), []).append(Path(local[file]))
-    return _load_groups(name, groups, image, label)
+    root = Path(os.path.commonpath([Path(file).parent for file in local.values()]))
+    return _load_groups(name, root, groups, image, label)
 
 
 def split_of(file: str) -> str:
@@ -162,20 +177,22 @@ def _one_config(name: str, files: list[str], config: str | None) -> list[str]:
     return [file for file in files if named[file] == config]
 
 
-def _load_groups(name: str, groups: dict[str, list[Path]], image: str | None, label: str | None) -> Splits:
+def _load_groups(name: str, root: Path, groups: dict[str, list[Path]], image: str | None, label: str | None) -> Splits:
     if "train" not in groups:
         raise DataError(f"{name}: no training files among {', '.join(sorted(groups))}; name them train-*.parquet")
     image, label, classes = _columns(name, groups["train"][0], image, label)
     labels, classes, why = _labels(name, groups["train"], label, classes)
     _tell_unlabelled(name, "train", why)
-    train = ParquetSource(name, "train", groups["train"], image=image, classes=classes, labels=labels)
+    train = ParquetSource(name, "train", groups["train"], root=root, image=image, classes=classes, labels=labels)
     fallback: Source | None = None
     reason: str | None = None
     for split in ("test", "valid"):
         if split not in groups:
             continue
         test_labels, _, why = _labels(name, groups[split], label, classes)
-        test = ParquetSource(name, split, groups[split], image=image, classes=classes, labels=test_labels, like=train)
+        test = ParquetSource(
+            name, split, groups[split], root=root, image=image, classes=classes, labels=test_labels, like=train
+        )
         if test_labels is not None or labels is None:
             _tell_unlabelled(name, split, why)
             return Splits(name, train, test)

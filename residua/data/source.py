@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,8 @@ T = TypeVar("T")
 _PROBED = 1024  # headers looked at to learn sizes and channels
 _STAT_IMAGES = 4096  # images that channel statistics are taken from, at most
 _STAT_PIXELS = 400e6  # and about so many pixels, but never fewer than 256 images
+_COMPARED = 512 << 20  # bytes read to find images of both splits, unless told
+_BLOCK = 4096  # bytes that reading a file costs at least
 
 
 @dataclass
@@ -260,7 +262,7 @@ class EncodedSource(Source):
         if not heads:
             raise first_error or DataError("no images")
         channels = {head.channels: where for head, where in heads.items()}
-        if max(channels) > 64:
+        if max(channels) > decode.MOST_CHANNELS:
             raise DataError(
                 f"{channels[max(channels)]} has {max(channels)} channels; arrays must be (H, W, C), channels last"
             )
@@ -275,25 +277,41 @@ class EncodedSource(Source):
         return max(channels), np.dtype(dtype)
 
 
-def count_shared(train: Source, test: Source) -> int:
+def count_shared(train: Source, test: Source, most: int | None = _COMPARED) -> int:
     """How many test images also occur in the training set, by content (encoded bytes, else pixels).
 
-    Only images whose encoded length occurs in both sets are hashed.
+    Only images whose encoded length occurs in both sets are read and hashed: all of them with `most=None`, else those
+    of some lengths, as many as `most` bytes allow. A warning says so where test images are left out.
     """
-    train_weights, test_weights = train.weights(), test.weights()
-    common = np.intersect1d(train_weights, test_weights)
-    train_candidates = np.flatnonzero(np.isin(train_weights, common)).tolist()
-    test_candidates = np.flatnonzero(np.isin(test_weights, common)).tolist()
-    seen = set(_digests(train, train_candidates))
-    return sum(digest in seen for digest in _digests(test, test_candidates))
+    ours, theirs = train.weights(), test.weights()
+    lengths, number = np.unique(np.concatenate([ours, theirs]), return_inverse=True)
+    in_train, in_test = (np.bincount(part, minlength=len(lengths)) for part in np.split(number, [len(ours)]))
+    both = np.random.default_rng(0).permutation(np.flatnonzero(in_train * in_test))
+    cost = np.where(lengths == 0, 0, np.maximum(lengths, _BLOCK)) * (in_train + in_test)  # 0: there is nothing encoded
+    chosen = both
+    if most is not None:
+        chosen = chosen[cost[chosen] <= most]
+        chosen = chosen[np.cumsum(cost[chosen]) <= most]
+    left_out = int(in_test[both].sum() - in_test[chosen].sum())
+    if left_out:
+        tell(
+            f"{test.name}: {len(test) - left_out:,} of its {len(test):,} test images were looked for in the training "
+            "part; residua data info looks for all"
+        )
+    seen = set(_digests(train, np.isin(ours, lengths[chosen])))
+    return sum(digest in seen for digest in _digests(test, np.isin(theirs, lengths[chosen])))
 
 
-def _digests(source: Source, indices: list[int]) -> Iterator[bytes]:
-    for i in indices:
+def _digests(source: Source, chosen: np.ndarray) -> list[bytes]:
+    """Of the images that a mask chooses and that can be read."""
+
+    def digest(i: int) -> bytes | None:
         try:
-            yield source.digest(i)
+            return source.digest(i)
         except BadImage:
-            continue
+            return None
+
+    return [found for found in threaded(digest, np.flatnonzero(chosen).tolist()) if found is not None]
 
 
 def evenly(count: int, most: int) -> list[int]:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.data import Source
+from residua.data.room import set_aside
 
 from .distributed import is_main
 from .reading import Column, View
@@ -201,10 +202,7 @@ class _ColumnFile:
         np.lib.format.write_array_header_1_0(self.file, header)  # type: ignore[arg-type]
         self.start = self.file.tell()
         self.file.flush()
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self.file.fileno(), 0, self.start + self.bytes)
-        else:
-            self.file.truncate(self.start + self.bytes)
+        set_aside(self.file.fileno(), self.start + self.bytes)
 
     def write(self, x: Tensor, row: int) -> None:
         _, count, dim = self.shape

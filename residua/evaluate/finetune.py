@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,9 @@ def finetune(
     if not write:
         config = config.override(trackers=())
     given = data if isinstance(data, Splits) else None
-    session = prepare(config, start=start, load=lambda spec, seed: labelled(given or load(spec), seed), write=write)
+    session = prepare(
+        config, start=start, load=lambda spec, seed: labelled(given or load(spec), seed), write=write, given=settings
+    )
     return train_and_test(session, Hooks(on_record=on_record, on_message=on_message))
 
 
@@ -135,15 +138,12 @@ def origin(splits: Splits) -> str:
 def train_and_test(session: Classification, hooks: Hooks | None = None) -> FinetuneResult:
     """Train what is ready, testing every `eval_every` epochs and at the end."""
     hooks, every = hooks or Hooks(), session.config.machine.eval_every
-    tester = Tester(session)
-    if every:
-        hooks.every = max(1, round(every * session.steps_per_epoch))
-        hooks.on_interval = tester.record
-    try:
+    with closing(session), closing(Tester(session)) as tester:
+        if every:
+            hooks.every = max(1, round(every * session.steps_per_epoch))
+            hooks.on_interval = tester.record
         model = fit(session, hooks)
         score = tester(model)
-    finally:
-        tester.close()
     c = session.config
     result = FinetuneResult(
         accuracy=score.accuracy, top5=score.top5, interval=wilson(score.accuracy, score.n), n_test=score.n,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from residua.data import DataError, Source, load
-from residua.data.arrays import ArraySource
+from residua.data.arrays import ArraySource, read_npz
 from residua.data.augment import ImgSize, pair
 from residua.data.decode import conform, resize
 from residua.data.folder import FolderSource, list_images
@@ -153,9 +153,10 @@ def _open_array(path: Path) -> ArraySource:
         images = np.load(path, mmap_mode="c", allow_pickle=False)
         if isinstance(images, np.lib.npyio.NpzFile):
             names = images.files
-            if "arr_0" not in names and len(names) != 1:
+            images.close()
+            images = read_npz(path, "arr_0" if len(names) != 1 else names[0])
+            if images is None:
                 raise DataError(f"{path} holds {', '.join(names)}; expected images under arr_0")
-            images = images["arr_0" if "arr_0" in names else names[0]]
     except DataError:
         raise
     except Exception as error:  # whatever a damaged archive makes of itself

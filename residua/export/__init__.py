@@ -126,9 +126,10 @@ def export(
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=place.parent) as home:
         draft = Path(home) / "export"
         draft.mkdir()
-        notes: tuple[str, ...] = ()
+        notes = () if to == "safetensors" else stock.unprepared(network)
         if to == "hub":
-            exports, notes = _hub(network, run, draft, place, images, source, license, name, ema)
+            exports, more = _hub(network, run, draft, place, images, source, license, name, ema)
+            notes += more
         else:
             exports = [_one(to, network, draft, place, images)]
         rounding = _rounding(network, images)

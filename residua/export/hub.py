@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,18 @@ from torch import nn
 from residua.evaluate.report import MODEL, Report
 from residua.export.clean import Checked, Export
 from residua.export.fold import ExportError
-from residua.export.stock import preprocessing_of
+from residua.export.stock import preprocessing_of, unprepared
 from residua.nn import MAE, Classifier, ResNet, SiT, UniformNet, UViT
 from residua.nn.stream import residual_part
 from residua.train.checkpoint import description, save_model
+from residua.train.config import PretrainMachine
+from residua.train.diffuse_config import DiffuseMachine
 from residua.train.options import read_flat
 
-ORCHESTRATION = {
-    "out", "resume", "compile", "micro_batch", "grad_checkpointing", "resident", "workers", "checkpoint_every", "keep",
-    "log_every", "eval_every", "trackers", "cpu", "dry_run", "on_bad_image", "evaluate", "sample_every",
-}  # fmt: skip
+ORCHESTRATION = {f.name for kind in (PretrainMachine, DiffuseMachine) for f in fields(kind)} - {"precision"}
 """Settings that a card has no use for."""
+_PLACES = ("folder", "parquet", "imagenet")
+"""Sources that are named by a path."""
 
 
 def write_checkpoint(model: nn.Module, out: Path, step: int) -> None:
@@ -63,7 +65,8 @@ def write_card(
         f"{_kind(model)}, trained with Residua on `{data}`"
         + (f" for {step:,} steps." if step else "."), "", _shortcuts(model), "",
         f"Images: {height} x {width} px, {pre.in_chans} channels, mean {_round(pre.mean)}, std {_round(pre.std)}, "
-        f"central crop {pre.crop_pct:g}, {pre.interpolation}.", "",
+        f"central crop {pre.crop_pct:g}, {pre.interpolation}"
+        + (" (assumed: the model does not say)." if unprepared(model) else "."), "",
         "## Load it", "",
     ]  # fmt: skip
     for export, result in checked:
@@ -153,11 +156,15 @@ def _settings(run: Path | None) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    """A source or path without the folders above it."""
+    """A source or path of this machine without the folders above it; names of the Hub stay whole."""
     if not isinstance(value, str) or "/" not in value or value.startswith("hf:"):
         return value
-    kind, colon, path = value.rpartition(":")
-    return f"{kind}{colon}{Path(path).name}"
+    kind, colon, rest = value.rpartition(":")
+    path, mark, options = rest.partition("?")
+    here = Path(path).expanduser()
+    if kind not in _PLACES and not here.is_absolute() and not here.exists():
+        return value
+    return f"{kind}{colon}{here.name}{mark}{options}"
 
 
 def _round(values: tuple[float, ...]) -> str:

@@ -361,6 +361,14 @@ def preprocessing_of(model: Any) -> Preprocessing:
     return Preprocessing(part.img_size, half, half, in_chans=part.in_chans)
 
 
+def unprepared(model: Any) -> tuple[str, ...]:
+    """A word about a model that has no preprocessing."""
+    if getattr(model, "preprocessing", None) is not None:
+        return ()
+    return ("the model does not say how images are prepared: mean 0.5 and std 0.5 are written, which may be wrong; set "
+            "model.preprocessing before the export",)  # fmt: skip
+
+
 def false_if(head: nn.Module | None) -> bool | None:
     """The gauge: a classifier norms what it reads, so that the stream's scale is free; else as the encoder needs it."""
     return None if head is None else False

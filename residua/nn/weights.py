@@ -2,7 +2,8 @@
 U-ViT's and SiT's."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ _DECODER = [
     (r"^decoder_(embed|blocks|norm|pred)\.", r"decoder.\1."),
 ]
 
-_WRAPPED = ("model", "state_dict", "teacher", "student")  # where files keep the weights; of DINO's two the teacher's
+# where files keep the weights; of DINO's two the teacher's
+_WRAPPED = ("model", "state_dict", "model_state_dict", "teacher", "student")
 _WRAPPER = r"^(?:module\.)?(?:backbone\.)?(?=\w)"  # of distributed training, and of DINO's encoder under its head
 
 _DIFFUSION = ("mid_block.attn.qkv.weight", "x_embedder.proj.weight")  # U-ViT and SiT, under whose names ours go
@@ -48,10 +50,20 @@ def unwrap(content: Any) -> Any:
     """What a training file holds, optimiser and all -> its weights; anything else as it is."""
     for name in _WRAPPED:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
-            return content[name]
+            return unwrap(content[name])
     return content
 
 
+@contextmanager
+def _named() -> Iterator[None]:
+    """What is missing among weights is named in a ValueError."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"these weights are incomplete: {error.args[0]} is missing") from None
+
+
+@_named()
 def translate(state: State) -> dict[str, Tensor]:
     """Any known naming -> ours: `encoder.*`, and `decoder.*` where the file has a decoder."""
     if any(key.startswith(("module.", "backbone.")) for key in state):
@@ -73,6 +85,7 @@ def translate(state: State) -> dict[str, Tensor]:
     return out
 
 
+@_named()
 def infer_config(state: State, num_heads: int | None = None, img_size: tuple[int, int] | None = None) -> dict[str, Any]:
     """Keyword arguments of `create_model` for translated weights, read off their shapes.
 
@@ -81,8 +94,7 @@ def infer_config(state: State, num_heads: int | None = None, img_size: tuple[int
     """
     if "encoder.patch_embed.proj.weight" not in state or "encoder.in_blocks.0.norm1.weight" in state:
         return _diffusion_config(state, num_heads)
-    embed = state["encoder.patch_embed.proj.weight"]
-    width, channels, *patch = embed.shape
+    width, channels, *patch = _convolution(state, "encoder.patch_embed.proj.weight")
     rows, columns = _grid(state["encoder.pos_embed"].shape[1] - 1, patch, img_size)
     config: dict[str, Any] = {
         "name": "vit",
@@ -123,7 +135,7 @@ def _diffusion_config(state: State, num_heads: int | None) -> dict[str, Any]:
     """For U-ViT and SiT. The last row of a label table is taken for "no label"."""
     state = {key.removeprefix("encoder."): value for key, value in state.items()}
     uvit = "patch_embed.proj.weight" in state
-    width, channels, *patch = state["patch_embed.proj.weight" if uvit else "x_embedder.proj.weight"].shape
+    width, channels, *patch = _convolution(state, "patch_embed.proj.weight" if uvit else "x_embedder.proj.weight")
     table = state.get("label_emb.weight" if uvit else "y_embedder.embedding_table.weight")
     prefix = (1 if table is None else 2) if uvit else 0
     side = _side(state["pos_embed"].shape[1] - prefix)
@@ -205,5 +217,15 @@ def _fuse_qkv(state: State) -> dict[str, Tensor]:
     return out
 
 
+def _convolution(state: State, name: str) -> tuple[int, ...]:
+    shape = tuple(state[name].shape)
+    if len(shape) != 4:
+        raise ValueError(f"{name} is {shape}, expected four dimensions: those of a convolution")
+    return shape
+
+
 def _count(state: State, prefix: str) -> int:
-    return 1 + max(int(key.removeprefix(prefix).split(".")[0]) for key in state if key.startswith(prefix))
+    numbers = [int(key.removeprefix(prefix).split(".")[0]) for key in state if key.startswith(prefix)]
+    if not numbers:
+        raise KeyError(f"{prefix}0")
+    return 1 + max(numbers)

@@ -122,9 +122,10 @@ def _reason(boxed: str) -> str:
 
 def _rules(command: Kind, config: Any) -> Any:
     """What has to hold, as the command itself has it."""
+    from residua.train import config as pretrain_config
     from residua.train import diffuse_config, finetune_config
-    from residua.train.options import common_rules
 
-    if command == "pretrain":
-        return common_rules(config.data, config.optim, config.shortcut, config.machine)
-    return (diffuse_config if command == "diffuse" else finetune_config).rules(config)
+    modules: dict[Kind, Any] = {
+        "pretrain": pretrain_config, "diffuse": diffuse_config, "finetune": finetune_config,
+    }  # fmt: skip
+    return modules[command].rules(config)

@@ -11,7 +11,6 @@ runs/NAME/
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -37,12 +36,12 @@ from residua.adapt.folder import (
     img_size_in,
     preprocessing_in,
 )
-from residua.adapt.names import why_unreadable
+from residua.adapt.names import read_weights
 from residua.data import Preprocessing
 from residua.data.autoencoder import LatentSpace
 from residua.nn import MAE, Classifier, Network
 from residua.nn.diffusion import VP, Flow, make_process, process_config
-from residua.nn.weights import infer_config, load_weights, translate, unwrap
+from residua.nn.weights import infer_config, load_weights, translate
 
 
 class CheckpointError(ValueError):
@@ -170,12 +169,15 @@ def load(path: str | Path, *, ema: bool = True, weights: str | Path | None = Non
     file = weights_file(Path(path).expanduser(), ema=ema)
     described = _read_description(file)
     if described is not None:
-        model: Any = create_model(**described["model"])
+        model: Any = _build(described, file)
         load_weights(model, load_file(file), what=str(file))
-        _attach(model, described)
     else:
-        state, written = translate(read_state(file)), config_of(file.parent)
-        config = infer_config(state, written.get("num_attention_heads"), img_size_in(written))
+        raw, written = read_state(file), config_of(file.parent)
+        try:
+            state = translate(raw)
+            config = infer_config(state, written.get("num_attention_heads"), img_size_in(written))
+        except ValueError as error:
+            raise CheckpointError(f"{file}: {error}") from error
         config |= _beyond_shapes(written, config)
         if not config.get("final_norm", True):
             state = {key: value for key, value in state.items() if not key.startswith("encoder.norm.")}
@@ -195,9 +197,23 @@ def load(path: str | Path, *, ema: bool = True, weights: str | Path | None = Non
     return model.eval()
 
 
+def _build(described: dict[str, Any], file: Path) -> Any:
+    """The model that a header describes, with what belongs to it beside its weights."""
+    config = described.get("model")
+    # `weights` is no part of an architecture: it would have others fetched, or read from another file
+    if not isinstance(config, dict) or "name" not in config or "weights" in config:
+        raise CheckpointError(f"{file} is none of our files, or broken: its header describes no model")
+    try:
+        model = create_model(**config)
+        _attach(model, described)
+    except Exception as error:  # whatever a damaged description makes of itself
+        raise CheckpointError(f"{file} describes a model that cannot be built: {error}") from error
+    return model
+
+
 def _attach(model: Any, described: dict[str, Any]) -> None:
     """What belongs to a model beside its weights."""
-    if described["preprocessing"]:
+    if described.get("preprocessing"):
         model.preprocessing = Preprocessing.from_dict(described["preprocessing"])
     if described.get("classes"):
         model.classes = described["classes"]
@@ -231,15 +247,9 @@ def weights_file(path: Path, *, ema: bool = True) -> Path:
 def read_state(file: Path) -> dict[str, Tensor]:
     """A state dict from safetensors, or from a PyTorch file read without running any code in it."""
     try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        with torch.serialization.safe_globals([argparse.Namespace]):  # the settings that training files keep beside
-            content = unwrap(torch.load(file, map_location="cpu", weights_only=True))
-    except Exception as error:
-        raise CheckpointError(f"{file} cannot be read as weights: {why_unreadable(error)}") from error
-    if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
-        raise CheckpointError(f"{file} holds no state dict of tensors")
-    return content
+        return read_weights(file)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def load_training(checkpoint: Path) -> dict[str, Any]:
@@ -274,7 +284,13 @@ def _read_description(file: Path) -> dict[str, Any] | None:
             written = (handle.metadata() or {}).get("residua")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is broken or cut short: {error}") from error
-    return json.loads(written) if written else None
+    try:
+        described = json.loads(written) if written else None
+    except ValueError as error:
+        raise CheckpointError(f"{file} is broken: its header is no JSON: {error}") from error
+    if described is not None and not isinstance(described, dict):
+        raise CheckpointError(f"{file} is none of our files, or broken: its header describes no model")
+    return described
 
 
 def _set_each_eps(model: Any, values: Sequence[float]) -> None:

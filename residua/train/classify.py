@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,10 @@ from residua.train.session import (
     open_accelerator,
     open_feed,
     out_folder,
+    released_on_failure,
     resumed,
     run_folder,
+    share_batch_norm,
     slug,
 )
 
@@ -182,19 +184,22 @@ def prepare(
     load: Callable[[str, int], Splits] = lambda spec, seed: data.load(spec),
     write: bool = True,
     progress: data.feed.Progress | None = None,
+    given: Collection[str] = (),
 ) -> Classification:
     """Check and choose everything before anything is trained.
 
     `start` is a network in memory instead of the setting `model`; `load` turns the source's name and the seed into
-    splits; without `write` there is no run folder.
+    splits; without `write` there is no run folder. Where a run is resumed, `given` names settings that are meant even
+    if they have their default value.
     """
     if config.machine.resume:
-        config = resumed(config)
+        config = resumed(config, given)
     accelerator = open_accelerator(config.machine)
     begun = _begun(config)  # a run that goes on needs nothing of what it started from
     begin: Start = begun or (open_start(config.network.model, config.network.weights) if start is None else start)
     config = config.override(data=_source_name(config))
-    splits = load(config.data.data, config.optim.seed)
+    with accelerator.local_main_process_first():  # which downloads what is not there
+        splits = load(config.data.data, config.optim.seed)
     check_labels(splits)
     config = resolve(config, begin, splits.train, accelerator.device.type)
     side, batch, regular = config.data.img_size, config.optim.batch_size, config.regular
@@ -204,7 +209,7 @@ def prepare(
     set_seed(config.optim.seed)
     torch.set_float32_matmul_precision("high")
     model = begun or build_model(config, begin, splits.train)
-    model.set_grad_checkpointing(config.machine.grad_checkpointing)
+    share_batch_norm(model, accelerator)
     preprocessing = _preprocessing(begin, splits.train, side)
     for part in (model, getattr(model, "encoder", model)):
         part.preprocessing = preprocessing
@@ -212,8 +217,10 @@ def prepare(
     if write and not config.machine.dry_run:
         name = config.network.model if isinstance(begin, str) else "finetune"
         run = run_folder(config.machine, f"{slug(config.data.data)}-{name}", accelerator)
-    flops = training_flops(model, torch.zeros(1, splits.train.channels, side, side))
-    feed = open_feed(config.machine, splits.train, accelerator.device, side, progress)
+    with released_on_failure(run):
+        flops = training_flops(model, torch.zeros(1, splits.train.channels, side, side))
+        model.set_grad_checkpointing(config.machine.grad_checkpointing)
+        feed = open_feed(config.machine, splits.train, accelerator.device, side, progress)
     return Classification(
         config, splits, model, feed, accelerator, loop_settings(config, flops), run, preprocessing
     )  # fmt: skip

@@ -18,6 +18,7 @@ from residua.train.options import (
     DataConfig,
     MachineConfig,
     OptimConfig,
+    Rule,
     ShortcutConfig,
     auto_alpha,
     auto_patch,
@@ -101,8 +102,7 @@ class Pretrain(Config):
 
 def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     """Choose every setting left at "auto", from the images and the device."""
-    extra = ("weight_decay", config.optim.weight_decay, config.optim.weight_decay >= 0, "0 or more")
-    check([*common_rules(config.data, config.optim, config.shortcut, config.machine), extra])
+    check(rules(config))
     n, gpu = len(source), device != "cpu"
     check_images(config, n)
     o = config.optim
@@ -138,6 +138,20 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
         batch_size=batch, epochs=steps * batch / n, steps=steps, lr=lr, size=size, img_size=side, patch_size=patch,
         alpha_min=alpha, zero_init=zero, **machine_choices(config.machine, device, steps),
     )  # fmt: skip
+
+
+def rules(config: Pretrain) -> list[Rule]:
+    """What has to hold."""
+    m, o = config.model, config.optim
+    sizes = ("embed_dim", "depth", "num_heads", "decoder_embed_dim", "decoder_depth", "decoder_num_heads")
+    given = {name: getattr(m, name) for name in sizes}
+    return [
+        *common_rules(config.data, o, config.shortcut, config.machine),
+        ("weight_decay", o.weight_decay, o.weight_decay >= 0, "0 or more"),
+        ("mask_ratio", m.mask_ratio, 0 < m.mask_ratio < 1, "a share of the patches between 0 and 1"),
+        ("patch_size", m.patch_size, m.patch_size == "auto" or m.patch_size > 0, "a positive number"),
+        *((name, size, size is None or size > 0, "a positive number") for name, size in given.items()),
+    ]
 
 
 def _outside(m: ModelConfig) -> tuple[int, int, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from residua.train.session import (
     loop_settings,
     open_accelerator,
     open_feed,
+    released_on_failure,
     resumed,
     run_folder,
     slug,
@@ -111,7 +113,7 @@ class Denoising:
 class Diffusion(Session[Diffuse, Any]):
     """A diffusion model about to be trained."""
 
-    remedies = "a smaller --lr, --clip 1.0, --zero-init, or a larger --alpha-min"
+    remedies = "a smaller --lr, --clip 1.0, or a larger --alpha-min"
 
     def objective(self) -> Objective:
         device, model, labels = self.accelerator.device, self.model, None
@@ -184,12 +186,17 @@ def example(model: Any) -> tuple[Tensor, ...]:
     return x, torch.zeros(1), *labels
 
 
-def prepare(config: Diffuse, progress: data.feed.Progress | None = None) -> Diffusion:
-    """Check and choose everything before anything is trained."""
+def prepare(config: Diffuse, progress: data.feed.Progress | None = None, given: Collection[str] = ()) -> Diffusion:
+    """Check and choose everything before anything is trained.
+
+    Where a run is resumed, `given` names settings that are meant even if they have their default value.
+    """
     if config.machine.resume:
-        config = resumed(config)
+        config = resumed(config, given)
     accelerator = open_accelerator(config.machine)
-    device, splits = accelerator.device, data.load(config.data.data)
+    device = accelerator.device
+    with accelerator.local_main_process_first():  # which downloads what is not there
+        splits = data.load(config.data.data)
     if config.machine.fid_every and accelerator.num_processes > 1:
         raise ValueError("fid_every is for one process; score samples afterwards: residua sample, residua score")
     if config.machine.fid_every and splits.train.channels not in (1, 3):
@@ -211,15 +218,16 @@ def prepare(config: Diffuse, progress: data.feed.Progress | None = None) -> Diff
     preprocessing = _attach(model, config, splits.train.channels, classes, space)
     run = None if config.machine.dry_run else run_folder(config.machine, f"{slug(config.data.data)}-diffusion",
                                                          accelerator)  # fmt: skip
-    flops = training_flops(model, *example(model))
-    model.set_grad_checkpointing(config.machine.grad_checkpointing)
-    source = splits.train
-    if autoencoder is not None:
-        source = latents_of(
-            source, autoencoder, side, cache_dir() / "latents", device, writes=accelerator.is_main_process,
-            on_bad_image=config.machine.on_bad_image, workers=config.machine.workers, progress=progress,
-        )  # fmt: skip
-    feed = open_feed(config.machine, source, device, side // (space.factor if space else 1), progress)
+    with released_on_failure(run):
+        flops = training_flops(model, *example(model))
+        model.set_grad_checkpointing(config.machine.grad_checkpointing)
+        source = splits.train
+        if autoencoder is not None:
+            source = latents_of(
+                source, autoencoder, side, cache_dir() / "latents", device, writes=accelerator.is_local_main_process,
+                on_bad_image=config.machine.on_bad_image, workers=config.machine.workers, progress=progress,
+            )  # fmt: skip
+        feed = open_feed(config.machine, source, device, side // (space.factor if space else 1), progress)
     return Diffusion(config, splits, model, feed, accelerator, loop_settings(config, flops), run, preprocessing)
 
 

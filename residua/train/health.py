@@ -14,14 +14,15 @@ class Health:
     steps: int
     told: set[str] = field(default_factory=set)
     first_loss: float | None = None
+    """Of the run's first record, in this process or before it was resumed."""
 
     def check(self, step: int, loss: float, wait_share: float, device: torch.device) -> list[str]:
         """Sentences to show after a record: `loss` over the interval, share of time spent waiting for images."""
         found = {}
+        late = step >= max(100, 0.2 * self.steps)
         if self.first_loss is None:
             self.first_loss = loss
-        late = step >= max(100, 0.2 * self.steps)
-        if late and loss > 0.99 * self.first_loss:
+        elif late and loss > 0.99 * self.first_loss:
             found["loss"] = (
                 f"the loss has not moved: {self.first_loss:.4f} at first, {loss:.4f} at step {step:,}. "
                 "By now it should have fallen. Look at the images "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import time
@@ -14,6 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -52,7 +54,7 @@ class Hooks:
     on_record: Callable[[Record], None] = lambda record: None
     on_message: Callable[[str], None] = print
     every: int | None = None
-    """Call `on_interval` each so many steps, and not at the last."""
+    """Call `on_interval` each so many steps, and not at the last. If it fails, that is told and training goes on."""
     on_interval: Callable[[int, nn.Module], Record | None] = lambda step, model: None
     averaged: bool = False
     """Hand `on_interval` the moving average of the model, where one is kept."""
@@ -115,6 +117,7 @@ class Loop:
         self.recorded = Recorded(self._update, self.hooks.on_message) if self._recordable() else None
         self.shortcut = shortcuts(model)
         self.health = Health(settings.steps)
+        self.meeting: Any = dist.new_group(backend="gloo") if world > 1 and self.hooks.every else None
         self.peak = peak_flops(self.device, settings.precision)
         self.step = 0
 
@@ -246,15 +249,15 @@ class Loop:
             alone = self.accelerator.num_processes == 1  # several processes must stop at the same step
             if save or evaluate or self.step % settings.log_every == 0 or (alone and interrupt.asked):
                 record = self._record(losses, norm, started, waited)
-                if evaluate:
-                    model = self.ema.model if self.ema is not None and hooks.averaged else self.bare
-                    record |= hooks.on_interval(self.step, model) or {}
-                    self.model.train()
-                self._log(record)
-                losses, started, waited = [], time.perf_counter(), self.feed.wait_seconds
+                self._write(record, append_metrics)
                 leave = self._leave(interrupt) and not last
                 if save or leave:
                     self.save()
+                if evaluate and (found := self._look()):
+                    record |= found
+                    self._write(record, replace_metrics)
+                self._tell(record)
+                losses, started, waited = [], time.perf_counter(), self.feed.wait_seconds
                 if leave:
                     raise TrainingStopped(
                         f"stopped at step {self.step:,} of {settings.steps:,}; continue with --resume"
@@ -303,11 +306,43 @@ class Loop:
             + f"Try {self.remedies}."
         )
 
-    def _log(self, record: Record) -> None:
+    def _look(self) -> Record:
+        """What `on_interval` finds; nothing where it fails, which is told. Processes go on together."""
+        hooks, found, failed = self.hooks, None, ""
+        try:
+            found = hooks.on_interval(self.step, self.ema.model if self.ema and hooks.averaged else self.bare)
+        except TrainingStopped:
+            raise
+        except Exception as error:  # of whatever kind: what is learned does not depend on it
+            failed = f"{error} ({type(error).__name__})"
+        if failed:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # memory may be what it lacked
+            hooks.on_message(f"the preview or evaluation at step {self.step:,} failed, training goes on: {failed}")
+        self.model.train()
+        self._meet(failed)
+        return found or {}
+
+    def _meet(self, failed: str) -> None:
+        """Wait until no process is busy with `on_interval`, in a group of its own: in the common one, a process that
+        has failed would be taken for an answer by those that still share their work."""
+        if self.meeting is None:
+            return
+        try:
+            dist.barrier(self.meeting)
+        except RuntimeError as error:
+            raise TrainingStopped(
+                f"processes lost each other at step {self.step:,}, in a preview or evaluation that not all came out of"
+                f"{f': {failed}' if failed else ''}; continue with --resume"
+            ) from error
+
+    def _write(self, record: Record, write: Callable[[Path, Record], None]) -> None:
+        if self.run is not None and self.accelerator.is_main_process:
+            write(self.run, record)
+
+    def _tell(self, record: Record) -> None:
         if not self.accelerator.is_main_process:
             return
-        if self.run is not None:
-            append_metrics(self.run, record)
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
         self.accelerator.log(numbers, step=record["step"])
         self.hooks.on_record(record)
@@ -343,6 +378,8 @@ class Loop:
             self.recorded = self.recorded if self._recordable() else None
             if self.ema is not None:
                 self.ema.model.load_state_dict(ckpt.load_file(done[-1] / "ema.safetensors"))
+        losses = (r["loss"] for r in read_metrics(self.run) if r["step"] <= self.step and "loss" in r)
+        self.health.first_loss = next(losses, None)
         if self.accelerator.is_main_process:
             _truncate(self.run / "metrics.jsonl", self.step)
             for left in (self.run / "checkpoints").glob(".unfinished-*"):
@@ -352,14 +389,17 @@ class Loop:
 
 def append_metrics(run: Path, record: Record) -> None:
     """One more line of a run's metrics.jsonl."""
-    line = json.dumps(record) + "\n"
-    ckpt.guard_writes(lambda: _append(run / "metrics.jsonl", line), run)
+    ckpt.guard_writes(lambda: _append(run / "metrics.jsonl", _line(record)), run)
 
 
 def replace_metrics(run: Path, record: Record) -> None:
-    """As `append_metrics`, in place of a record of the same step that has the same things measured."""
+    """As `append_metrics`, in place of a record of the same step that has the same things measured, or less."""
     own = record.keys() - {"step", "epoch"}
-    kept = [other for other in read_metrics(run) if other["step"] != record["step"] or not own <= other.keys()]
+
+    def replaced(other: Record) -> bool:
+        return other["step"] == record["step"] and (own <= other.keys() or other.keys() <= record.keys())
+
+    kept = [other for other in read_metrics(run) if not replaced(other)]
     ckpt.guard_writes(lambda: _write(run / "metrics.jsonl", [*kept, record]), run)
 
 
@@ -387,4 +427,10 @@ def _truncate(path: Path, step: int) -> None:
 
 
 def _write(path: Path, records: Sequence[Record]) -> None:
-    ckpt.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+    ckpt.write_text(path, "".join(map(_line, records)))
+
+
+def _line(record: Record) -> str:
+    """A record as JSON, which knows no infinity: what is not finite is left out."""
+    known = {k: v for k, v in record.items() if not isinstance(v, float) or math.isfinite(v)}
+    return json.dumps(known) + "\n"

@@ -6,7 +6,8 @@ import math
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from types import NoneType, UnionType
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -103,7 +104,8 @@ class MachineConfig:
     resident: bool | Auto = "auto"
     """Keep all images in device memory; auto: if they fit."""
     workers: int | None = None
-    """Decoding processes where images are streamed; default: one per core, at most 16."""
+    """Decoding processes where images are streamed; default: one per core, at most 16; the processes of
+    a machine share its cores."""
     on_bad_image: Literal["error", "skip"] = "error"
     """What to do about an unreadable image."""
     checkpoint_every: int | None = None
@@ -150,22 +152,30 @@ class Config:
         """From YAML, grouped as written by `save` or flat."""
         _check_kind(path, cls().settings())
         flat = read_flat(path, {f.name for f in fields(cls)})
+        groups = [getattr(cls(), f.name) for f in fields(cls)]
+        kinds = {name: kind for group in groups for name, kind in get_type_hints(type(group)).items()}
         try:
-            return cls().override(**flat)
+            config = cls().override(**flat)
+            check([(name, value, _is(value, kinds[name]), _words(kinds[name])) for name, value in flat.items()])
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+        return config
 
 
 def read_flat(path: Path, groups: set[str] | None = None) -> dict[str, Any]:
     """The settings in a YAML file by their plain names; without `groups`, of any kind of run."""
-    content = yaml.safe_load(path.read_text()) or {}
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+        raise ValueError(f"{path}{f', line {mark.line + 1},' if mark else ''} is no YAML: {problem}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no settings: expected lines such as 'alpha_min: 0.8'")
     flat: dict[str, Any] = {}
     for name, value in content.items():
         grouped = isinstance(value, dict) and (groups is None or name in groups)
         flat |= value if grouped else {name: value}
-    return {name: _number(value) for name, value in flat.items()}
+    return {str(name): _number(value) for name, value in flat.items()}
 
 
 KINDS = {
@@ -186,11 +196,13 @@ def _check_kind(path: Path, own: dict[str, Any]) -> None:
 
 
 def trained_on(model: str | Path) -> str | None:
-    """The source of images that a run, or the run of a checkpoint, was trained on."""
+    """The source of images that a run, or the run of a checkpoint, was trained on; None where there is no run."""
     path = Path(model).expanduser()
     for folder in (path, *path.parents):
-        if (folder / "config.yaml").exists():
-            return str(read_flat(folder / "config.yaml").get("data", "shapes"))
+        if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
+            found = read_flat(folder / "config.yaml").get("data")
+            if isinstance(found, str):
+                return found
     return None
 
 
@@ -198,6 +210,36 @@ def _number(value: Any) -> Any:
     """`1e-4` is text to YAML 1.1, which asks for `1.0e-4`; nobody else does."""
     numeric = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
     return float(value) if numeric else value
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value read from a file is of the type that a setting is declared with."""
+    parts = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return any(_is(value, part) for part in parts)
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in parts
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            return False
+        kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+        return len(value) == len(kinds) and all(map(_is, value, kinds))
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _words(kind: Any) -> str:
+    """A type, for people."""
+    plain = {float: "a number", int: "a whole number", bool: "true or false", str: "text", NoneType: "null", ...: "..."}
+    parts = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(_words(part) for part in parts)
+    if get_origin(kind) is Literal:
+        return " or ".join(parts)
+    if get_origin(kind) is tuple:
+        return f"[{', '.join(_words(part) for part in parts)}]"
+    return plain[kind]
 
 
 # ---------------------------------------------------------------- what every kind of run checks and chooses
@@ -209,6 +251,7 @@ def common_rules(data: DataConfig, optim: OptimConfig, shortcut: ShortcutConfig,
     low, high = (0.2, 1.0) if data.scale == "auto" else data.scale
     fixed = s.schedule == "learned" or s.control != "none"
     return [
+        ("img_size", data.img_size, data.img_size == "auto" or data.img_size > 0, "a positive number"),
         ("scale", data.scale, 0 < low <= high <= 1, "two shares of the area, 0 < least <= greatest <= 1"),
         ("epochs", o.epochs, o.epochs == "auto" or o.epochs > 0, "a positive number"),
         ("steps", o.steps, o.steps is None or o.steps > 0, "a positive number"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from residua.train.session import (
     open_accelerator,
     open_feed,
     out_folder,
+    released_on_failure,
     resumed,
     run_folder,
     slug,
@@ -90,13 +93,17 @@ class Pretraining(Session[Pretrain, MAE]):
         ]  # fmt: skip
 
 
-def prepare(config: Pretrain, progress: data.feed.Progress | None = None) -> Pretraining:
-    """Check and choose everything before anything is trained."""
+def prepare(config: Pretrain, progress: data.feed.Progress | None = None, given: Collection[str] = ()) -> Pretraining:
+    """Check and choose everything before anything is trained.
+
+    Where a run is resumed, `given` names settings that are meant even if they have their default value.
+    """
     if config.machine.resume:
-        config = resumed(config)
-    given = out_folder(config.machine)
+        config = resumed(config, given)
+    folder = out_folder(config.machine)
     accelerator = open_accelerator(config.machine)
-    splits = data.load(config.data.data)
+    with accelerator.local_main_process_first():  # which downloads what is not there
+        splits = data.load(config.data.data)
     device = accelerator.device
     config = resolve(config, splits.train, device.type)
     side, batch = config.data.img_size, config.optim.batch_size
@@ -105,24 +112,25 @@ def prepare(config: Pretrain, progress: data.feed.Progress | None = None) -> Pre
     check_batch(batch, accelerator)
     set_seed(config.optim.seed)
     torch.set_float32_matmul_precision("high")
-    begun = bool(config.machine.resume and given and ckpt.checkpoints(given))
+    begun = bool(config.machine.resume and folder and ckpt.checkpoints(folder))
     model = build_model(config, splits.train.channels, begun)
     if config.optim.init and not begun:
         ckpt.initialize(model, config.optim.init)
     run = None
     if not config.machine.dry_run:
         run = run_folder(config.machine, slug(config.data.data), accelerator)
-    mean, std = splits.train.stats()
-    if config.model.encoder and config.model.encoder_weights != "random":  # trained weights know their own
-        known = model.encoder.preprocessing or model_data(config.model.encoder, splits.train.channels)
-        mean, std = known.mean, known.std
-    crop = 0.875 if side >= 160 else 1.0
-    preprocessing = Preprocessing((side, side), mean, std, splits.train.channels, crop)
-    model.preprocessing = model.encoder.preprocessing = preprocessing
-    example = torch.zeros(1, splits.train.channels, side, side), torch.rand(1, model.num_patches)
-    flops = training_flops(model, *example)
-    model.set_grad_checkpointing(config.machine.grad_checkpointing)
-    feed = open_feed(config.machine, splits.train, device, side, progress)
+    with released_on_failure(run):
+        mean, std = splits.train.stats()
+        if config.model.encoder and config.model.encoder_weights != "random":  # trained weights know their own
+            known = model.encoder.preprocessing or model_data(config.model.encoder, splits.train.channels)
+            mean, std = known.mean, known.std
+        crop = 0.875 if side >= 160 else 1.0
+        preprocessing = Preprocessing((side, side), mean, std, splits.train.channels, crop)
+        model.preprocessing = model.encoder.preprocessing = preprocessing
+        example = torch.zeros(1, splits.train.channels, side, side), torch.rand(1, model.num_patches)
+        flops = training_flops(model, *example)
+        model.set_grad_checkpointing(config.machine.grad_checkpointing)
+        feed = open_feed(config.machine, splits.train, device, side, progress)
     return Pretraining(
         config, splits, model, feed, accelerator, loop_settings(config, flops), run, preprocessing
     )  # fmt: skip

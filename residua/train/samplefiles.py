@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.data import DataError
+from residua.data.arrays import read_npz
 from residua.data.latents import new_array
 from residua.train.checkpoint import write_text
 from residua.train.sample import (
@@ -40,6 +41,7 @@ from residua.train.sample import (
 
 _PARTS = ".parts"  # ends the folder of an unfinished .npz
 _OTHER = (".npy", ".jpg", ".jpeg", ".webp", ".gif", ".zip", ".tar", ".pt")  # what is no folder, and not written
+_ABOUT = 16 << 20  # bytes of a description, at most
 _FREE = {"n", "checkpoint", "autoencoder"}  # may change as a set grows: how many, and where things lie
 
 
@@ -121,7 +123,7 @@ def write_samples(
     if "weights" not in made:
         made["weights"] = hash_weights(model)
     if path.suffix.lower() == ".png":
-        return _picture(model, path, n, chosen, made, batch_size, device, accelerator, progress)
+        return _picture(model, path, n, chosen, made, batch_size, where, accelerator, progress)
     write = _write_array if path.suffix.lower() == ".npz" else _write_folder
     main = accelerator is None or accelerator.is_main_process
     wait: Callable[[], None] = (lambda: None) if accelerator is None else accelerator.wait_for_everyone
@@ -197,7 +199,7 @@ def described(path: Path) -> dict[str, Any]:
     """How the samples in a folder, a `.npz` or a picture came about, as far as is known."""
     file = _description_file(path)
     if file == path:
-        about = _stored(path, "about")
+        about = _stored(path, "about", _ABOUT)
         return {} if about is None else _parsed(str(about), path)
     return _parsed(file.read_text(errors="replace"), file) if file.is_file() else {}
 
@@ -234,11 +236,10 @@ def _description_file(path: Path) -> Path:
     return path / "samples.json" if path.is_dir() else _beside(path)
 
 
-def _stored(path: Path, name: str) -> np.ndarray | None:
-    """One array of a `.npz`, where it has it."""
+def _stored(path: Path, name: str, most: int | None = None) -> np.ndarray | None:
+    """One array of a `.npz`, where it has it, of no more than so many bytes."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            return stored[name] if name in stored.files else None
+        return read_npz(path, name, most)
     except Exception as error:  # whatever a damaged archive makes of itself
         raise ValueError(f"{path} cannot be read, it may be damaged: {error}") from error
 

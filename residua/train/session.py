@@ -6,19 +6,21 @@ import json
 import math
 import re
 import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from torch import Tensor, nn
 
 from residua.data import Feed, Preprocessing, Source, Splits
 from residua.data.feed import Progress
-from residua.lock import claim, release
+from residua.lock import claim, held, release
 from residua.train import checkpoint as ckpt
 from residua.train.loop import Hooks, Loop, Objective
 from residua.train.machine import activation_bytes, count_parameters, device_name, environment
@@ -30,6 +32,7 @@ M = TypeVar("M", bound=nn.Module)
 Lines = list[tuple[str, str]]
 LOCK = ".lock"
 """File of a run folder that its process holds."""
+_PATIENCE = timedelta(hours=2)  # that processes have for one that downloads images or looks at the model
 
 
 @dataclass
@@ -79,9 +82,17 @@ class Session(Generic[C, M]):
 
     def _data_line(self, then: str) -> str:
         source = self.splits.train
-        labels = f"{len(source.classes)} classes" if source.classes else "no labels"
+        labels = "no labels"
+        if source.labels is not None:
+            labels = f"{len(source.classes) if source.classes else int(source.labels.max()) + 1} classes"
         channels = f"{source.channels} channel{'s' * (source.channels > 1)}"
         return f"{source.name}: {len(self.feed):,} images, {channels}, {labels} -> {then}"
+
+    def close(self) -> None:
+        """Let go of images and run folder; `fit` does."""
+        self.feed.close()
+        if self.run is not None:
+            release(self.run / LOCK)
 
     def _closing_lines(self) -> Lines:
         """The device, unreadable images and the run folder."""
@@ -95,23 +106,25 @@ class Session(Generic[C, M]):
 
 
 def fit(session: Session[Any, M], hooks: Hooks | None = None) -> M:
-    """Train, and return the model in evaluation mode. The run folder has it too."""
-    loop = session.loop(hooks)
-    if session.run is not None:
-        if session.accelerator.is_main_process:
-            session.config.save(session.run / "config.yaml")
-            ckpt.write_text(session.run / "environment.json", json.dumps(environment(), indent=1))
-        numbers = {k: v for k, v in session.config.settings().items() if isinstance(v, int | float | str | bool)}
-        session.accelerator.init_trackers("residua", config=numbers)
-        if session.machine.resume:
-            loop.resume()
+    """Train, and return the model in evaluation mode. The run folder has it too.
+
+    Several processes stay connected: what comes after can be shared by them as well.
+    """
     try:
+        loop = session.loop(hooks)
+        if session.run is not None:
+            if session.accelerator.is_main_process:
+                session.config.save(session.run / "config.yaml")
+                ckpt.write_text(session.run / "environment.json", json.dumps(environment(), indent=1))
+            numbers = {k: v for k, v in session.config.settings().items() if isinstance(v, int | float | str | bool)}
+            session.accelerator.init_trackers("residua", config=numbers)
+            if session.machine.resume:
+                loop.resume()
         loop.fit()
     finally:
-        session.accelerator.end_training()
-        session.feed.close()
-        if session.run is not None:
-            release(session.run / LOCK)
+        for tracker in session.accelerator.trackers:
+            tracker.finish()
+        session.close()
     return session.model.eval()
 
 
@@ -142,7 +155,8 @@ def out_folder(machine: MachineConfig) -> Path | None:
 def open_accelerator(machine: MachineConfig) -> Accelerator:
     trackers = _trackers(machine)
     folder = out_folder(machine) or "runs"
-    return Accelerator(cpu=machine.cpu, log_with=trackers or None, project_dir=folder)
+    patience = InitProcessGroupKwargs(timeout=_PATIENCE)
+    return Accelerator(cpu=machine.cpu, log_with=trackers or None, project_dir=folder, kwargs_handlers=[patience])
 
 
 def open_feed(
@@ -182,6 +196,19 @@ def check_batch(batch: int, accelerator: Accelerator, together: int = 1) -> None
         raise ValueError(f"batch size {batch} cannot be {shared}: use a multiple of {world * together}")
 
 
+def share_batch_norm(model: nn.Module, accelerator: Accelerator) -> None:
+    """Have batch norm see the images of all processes. It can on GPUs alone: elsewhere, several are refused."""
+    normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if accelerator.num_processes == 1 or not normed:
+        return
+    if accelerator.device.type != "cuda":
+        raise ValueError(
+            f"the network has batch norm, which {accelerator.num_processes} processes can share on GPUs alone: use one "
+            "process"
+        )
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
 def run_folder(machine: MachineConfig, name: str, accelerator: Accelerator) -> Path:
     """The folder of this run, made now so that a read-only disk shows before any work."""
     chosen: list[str | None] = [None]
@@ -194,7 +221,9 @@ def run_folder(machine: MachineConfig, name: str, accelerator: Accelerator) -> P
                 raise ValueError(f"{path} {problem}")
             path, number = base.with_name(f"{base.name}-{number}"), number + 1
         try:
-            ckpt.write_text(path / "environment.json", "{}")
+            with released_on_failure(path):
+                ckpt.write_text(path / ".writable", "yes")
+                (path / ".writable").unlink()
         except OSError as error:
             raise ValueError(f"cannot write to the run folder {path}: {error}; choose another with --out") from error
         chosen = [str(path)]
@@ -206,6 +235,17 @@ def run_folder(machine: MachineConfig, name: str, accelerator: Accelerator) -> P
     return run
 
 
+@contextmanager
+def released_on_failure(run: Path | None) -> Iterator[None]:
+    """Getting ready once the run folder is ours: others may have it if that fails."""
+    try:
+        yield
+    except BaseException:
+        if run is not None:
+            release(run / LOCK)
+        raise
+
+
 def _taken(path: Path, resume: bool) -> str:
     """Why a folder cannot be this run's; else nothing, and it is."""
     there = "holds a run already: add --resume to continue it, or choose another --out"
@@ -213,6 +253,8 @@ def _taken(path: Path, resume: bool) -> str:
         return there
     try:
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        if held(path / LOCK):
+            return "belongs to a session that is ready here: fit or close that one first, or choose another --out"
         mine = claim(path / LOCK)
     except OSError as error:
         raise ValueError(f"cannot write to the run folder {path}: {error}; choose another with --out") from error
@@ -230,8 +272,11 @@ def slug(spec: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", tail) or "run"
 
 
-def resumed(given: C) -> C:
-    """The configuration of the run that is continued: its own, with this call's orchestration."""
+def resumed(given: C, names: Collection[str] = ()) -> C:
+    """The configuration of the run that is continued: its own, with this call's orchestration.
+
+    Settings count as given that are not the default, and those of these `names` in any case.
+    """
     machine: MachineConfig = given.machine  # type: ignore[attr-defined]
     folder = out_folder(machine)
     if folder is None:
@@ -245,18 +290,20 @@ def resumed(given: C) -> C:
     # what was asked for then is known as what it came to: whole steps, a batch no larger than the data
     images = round(before["steps"] * before["batch_size"] / before["epochs"])
     came_to = {
+        "steps": lambda steps: steps or before["steps"],
         "batch_size": lambda batch: min(batch, images),
         "epochs": lambda epochs: math.ceil(epochs * images / before["batch_size"]) * before["batch_size"] / images,
     }
     for name, value in now.items():
-        if name in orchestration or value in (fresh[name], before[name]):
+        left_out = name not in names and value == fresh[name]
+        if name in orchestration or left_out or value in ("auto", before[name]):
             continue
         if came_to.get(name, lambda v: v)(value) != before[name]:
             raise ValueError(
                 f"--resume continues the run as it was: {name} is {before[name]!r} there, {value!r} was given. "
                 "Leave it out, or start a new run with another --out"
             )
-    changed = {k: now[k] for k in orchestration if now[k] != fresh[k]}
+    changed = {k: now[k] for k in orchestration if k in names or now[k] != fresh[k]}
     return saved.override(**changed)
 
 

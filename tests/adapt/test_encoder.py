@@ -142,6 +142,7 @@ def test_a_run_resumes_loads_and_is_evaluated(tmp_path: Path) -> None:
     for images in loop.batches(0, 2):
         loop.advance(images)
     loop.save()
+    session.close()
     fit(prepare(Pretrain().override(out=str(tmp_path / "b"), resume=True, cpu=True, workers=0)))
     a, b = weights(tmp_path / "a"), weights(tmp_path / "b")
     assert a.keys() == b.keys()

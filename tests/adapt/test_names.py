@@ -1,5 +1,6 @@
 """Models of other libraries by name, with published, given or random weights."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 import residua
 from residua.adapt import encoder_of, is_name, names, open_model
 from residua.evaluate.cache import weights_hash
+from residua.train.checkpoint import read_state
 
 VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "image_size": 16}
 DIT: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "sample_size": 8}
@@ -58,6 +60,15 @@ def test_weights_of_a_file(suffix: str, tmp_path: Path) -> None:
         assert torch.equal(model.forward_features(x), source.eval().forward_features(x))
     with pytest.raises(ValueError, match=r"does not fit timm:test_resnet: it lacks"):
         open_model("timm:test_resnet", weights=file)
+
+
+def test_settings_beside_the_weights_of_a_file_are_no_hindrance(tmp_path: Path) -> None:
+    state = timm.create_model("test_vit").state_dict()
+    for wrapped in ({"model": state}, {"state_dict": {"model": state}}, {"model_state_dict": state}):
+        torch.save({**wrapped, "args": argparse.Namespace(lr=1e-3), "epoch": 3}, tmp_path / "w.pth")
+        model: Any = open_model("timm:test_vit", weights=tmp_path / "w.pth")
+        assert torch.equal(model.state_dict()["cls_token"], state["cls_token"])
+        assert read_state(tmp_path / "w.pth").keys() == state.keys()
 
 
 def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:

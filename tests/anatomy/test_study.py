@@ -180,7 +180,7 @@ def test_what_cannot_be_trained_or_measured_is_refused_before_training(
 
 def test_a_network_that_failed_before_training_does_not_keep_its_folder(tmp_path: Path) -> None:
     wrong, right = (plan("decay", alphas=(0.5,), data="digits?classes=2", **QUICK | {"width": w}) for w in (0, 8))
-    with pytest.raises(ValueError, match="width .*0"):
+    with pytest.raises(ValueError, match=r"width .*0"):
         run(wrong, tmp_path, LOOK)
     assert run(right, tmp_path, LOOK)[0].case == right[0]
 

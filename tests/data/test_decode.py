@@ -63,6 +63,14 @@ def test_pages_of_a_grey_tiff_are_channels():
     assert np.array_equal(decode.decode(data, "x")[..., 4], COLOUR[..., 0] // 5)
 
 
+def test_pages_that_would_make_too_many_channels_are_refused():
+    page = Image.fromarray(COLOUR[..., 0])
+    data = saved(page, "TIFF", save_all=True, append_images=[page] * decode.MOST_CHANNELS)
+    for read in (decode.header, decode.decode):
+        with pytest.raises(BadImage, match=r"65 grey pages.*at most 64"):
+            read(data, "x")
+
+
 def test_transparency_is_laid_over_white():
     rgba = np.dstack([COLOUR, np.full((12, 20), 0, np.uint8)])
     rgba[:, :10, 3] = 255

@@ -6,6 +6,7 @@ import pytest
 from residua import cli
 from residua.data import describe, load
 from residua.data.errors import DataWarning
+from residua.data.folder import FolderSource
 
 
 def test_figures_of_digits():
@@ -28,6 +29,20 @@ def test_without_labels_or_test(tmp_path):
     assert found["classes"] is None
     assert found["train"]["smallest"] == [8, 7]
     assert found["train"]["largest"] == [12, 9]
+
+
+def test_images_in_both_parts_are_looked_for_once_and_thoroughly(tmp_path, capsys, monkeypatch):
+    rng = np.random.default_rng(0)
+    for file in ("train/a/1", "train/b/2", "test/a/3", "test/b/4"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        np.save(tmp_path / f"{file}.npy", rng.random((8, 8), np.float32))
+    (tmp_path / "test/b/4.npy").write_bytes((tmp_path / "train/b/2.npy").read_bytes())
+    calls, real = [], FolderSource.weights
+    monkeypatch.setattr(FolderSource, "weights", lambda self: calls.append(self.split) or real(self))
+    assert cli.main(["data", "info", f"folder:{tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert "test images that also occur in the training part: 1" in out
+    assert calls == ["train", "test"]
 
 
 def test_unreadable_images_and_notes_are_told(tmp_path, capsys):

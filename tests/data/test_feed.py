@@ -3,7 +3,7 @@ import pytest
 import torch
 from PIL import Image
 
-from residua.data import BadImage, DataError, Feed, feed, load
+from residua.data import BadImage, DataError, Feed, feed, load, room
 from residua.data.arrays import ArraySource
 
 RNG = np.random.default_rng(0)
@@ -139,6 +139,19 @@ def test_residence_is_decided_by_memory(monkeypatch):
     monkeypatch.setattr(feed, "free_memory", lambda device: 1000)
     with pytest.raises(DataError, match="resident=False"):
         Feed(source, "cpu", img_size=8, resident=True)
+
+
+def test_the_processes_of_a_machine_share_cores_and_memory(monkeypatch):
+    source = ArraySource("x", "train", np.zeros((4, 8, 8, 3), np.uint8), None, None)
+    monkeypatch.setattr("os.cpu_count", lambda: 24)
+    alone, cpu = room.free_memory(torch.device("cpu")), torch.device("cpu")
+    for told, workers, share in ((None, 16, 1), ("1", 16, 1), ("4", 6, 4), ("100", 1, 100), ("", 16, 1)):
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if told is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+        assert Feed(source, "cpu", img_size=8).workers == workers
+        assert Feed(source, "cpu", img_size=8, workers=3).workers == 3
+        assert room.free_memory(cpu) * share == pytest.approx(alone, rel=0.2)
 
 
 def test_progress_is_reported(photos):

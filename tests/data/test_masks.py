@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from residua.data import DataError, load
+from residua.data import BadImage, DataError, load
 from residua.data.masks import COLOR, read_mask, with_masks
 
 
@@ -19,6 +19,14 @@ def test_numbers_are_read_as_stored(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"m{suffix}"
     np.save(path, mask) if suffix == ".npy" else save(path, mask)
     assert np.array_equal(read_mask(path), mask)
+
+
+def test_a_mask_is_of_a_format_that_images_are_read_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "m.eps")
+    (tmp_path / "m.eps").rename(tmp_path / "m.png")
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("it starts a program"))
+    with pytest.raises(BadImage, match="cannot identify"):
+        read_mask(tmp_path / "m.png")
 
 
 def test_palettes_bits_wide_numbers_and_colours(tmp_path: Path) -> None:

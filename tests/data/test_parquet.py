@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from residua.data import DataError, count_shared, load, parquet
+from residua.data import BadImage, DataError, count_shared, load, parquet, room
 from residua.data.errors import DataWarning
 
 RNG = np.random.default_rng(0)
@@ -207,6 +207,46 @@ def test_images_outside_the_file_are_found_beside_it(tmp_path):
     (tmp_path / "a.png").write_bytes(png(image))
     pq.write_table(pa.table({"image": pa.array([{"bytes": None, "path": "a.png"}], _IMAGE)}), tmp_path / "t.parquet")
     assert np.array_equal(load(f"parquet:{tmp_path}/t.parquet").train.read(0), image)
+
+
+def test_images_outside_the_folder_are_not_read(tmp_path):
+    inside, secret = tmp_path / "set", tmp_path / "private.png"
+    (inside / "data").mkdir(parents=True)
+    for file in (secret, inside / "a.png"):
+        file.write_bytes(png(noise(1)[0]))
+    (inside / "link.png").symlink_to(secret)
+    paths = ["../a.png", "../../private.png", str(secret), "../link.png", "a\0b"]
+    rows = pa.array([{"bytes": None, "path": path} for path in paths], _IMAGE)
+    pq.write_table(pa.table({"image": rows}), inside / "data" / "train.parquet")
+    train = load(f"parquet:{inside}").train
+    assert train.read(0).shape == (9, 7, 3)
+    for i in (1, 2, 3):
+        with pytest.raises(BadImage, match=r"train/00000\d.*leads out of the folder"):
+            train.read(i)
+    with pytest.raises(BadImage, match="null"):
+        train.read(4)
+
+
+def test_paths_of_a_hub_set_stay_in_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "private.png").write_bytes(png(noise(1)[0]))
+    rows = [{"bytes": png(noise(1)[0]), "path": None}, {"bytes": None, "path": "../private.png"}]
+    (tmp_path / "snapshot").mkdir()
+    pq.write_table(pa.table({"image": pa.array(rows, _IMAGE)}), tmp_path / "snapshot" / "train.parquet")
+    connect(monkeypatch, Hub(tmp_path / "snapshot", {None: ["data/train.parquet"]}))
+    with pytest.raises(BadImage, match="leads out of the folder"):
+        load("hf:someone/pets").train.read(1)
+
+
+def test_the_processes_of_a_machine_share_its_memory(hub_folder, monkeypatch):
+    folder, _ = hub_folder
+    monkeypatch.setenv("RESIDUA_DATA", str(folder / "cache"))
+    size = sum(parquet._column_bytes(file, "img") for file in folder.glob("train*.parquet"))
+    monkeypatch.setattr(parquet, "_SPILL_SHARE", 2 * size / room.memory())
+    load(f"parquet:{folder}")
+    assert not (folder / "cache").exists()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    load(f"parquet:{folder}")
+    assert (folder / "cache").exists()
 
 
 def test_wrong_files(tmp_path):

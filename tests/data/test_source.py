@@ -1,10 +1,12 @@
 import pickle
+import warnings
 
 import numpy as np
 import pytest
 
 from residua.data import BadImage, DataError, count_shared
 from residua.data.arrays import ArraySource
+from residua.data.errors import DataWarning
 from residua.data.source import evenly
 
 RNG = np.random.default_rng(0)
@@ -53,6 +55,39 @@ def test_count_shared():
     test.images[4] = train.images[11]
     test.images[5] = train.images[11]
     assert count_shared(train, test) == 2
+
+
+class Files(ArraySource):
+    """As if every image were a file of some length; counts what is read of them."""
+
+    def __init__(self, images: np.ndarray, lengths: np.ndarray, split: str) -> None:
+        super().__init__("files", split, images, None, None)
+        self.lengths, self.read_bytes = lengths, 0
+
+    def weights(self) -> np.ndarray:
+        return self.lengths
+
+    def digest(self, i: int) -> bytes:
+        self.read_bytes += int(self.lengths[i])
+        return super().digest(i)
+
+
+def test_count_shared_reads_no_more_than_it_may_and_says_so():
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(100_000, 100_100, 2000)
+    lengths[:500] = 90_000  # too many of one length
+    images = rng.integers(0, 256, (2000, 2, 2, 3), dtype=np.uint8)
+    train, test = Files(images, lengths, "train"), Files(images[::4], lengths[::4], "test")
+    with pytest.warns(DataWarning, match=r"files: \d+ of its 500 test images were looked for"):
+        some = count_shared(train, test, most=20_000_000)
+    assert train.read_bytes + test.read_bytes <= 20_000_000
+    assert 20 < some < 60  # a length of 15 + 4 images is two million bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert count_shared(train, test, most=None) == 500
+        assert count_shared(train.subset(range(100)), test.subset(range(25))) == 25  # a small set: all by itself
+    with pytest.warns(DataWarning, match="files: 0 of its 500"):
+        assert count_shared(train, test, most=1000) == 0
 
 
 def test_evenly():

@@ -230,6 +230,16 @@ def test_a_full_disk_is_said_and_nothing_is_lost(vit: ViT, noise: Splits, tmp_pa
     assert counter.since() == 0
 
 
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_disk_that_sets_no_space_aside_will_do(vit: ViT, noise: Splits, tmp_path, monkeypatch, code: int) -> None:
+    def cannot(*_) -> None:
+        raise OSError(code, os.strerror(code))
+
+    plain = extract(vit, noise, splits=("test",))
+    monkeypatch.setattr("os.posix_fallocate", cannot)
+    assert torch.equal(extract(vit, noise, splits=("test",), cache=tmp_path).test.last, plain.test.last)
+
+
 def test_a_folder_that_cannot_be_written_is_said(vit: ViT, noise: Splits, tmp_path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CacheError, match="cannot write features"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from residua.data import DataError
+from residua.data import DataError, arrays
 from residua.data.arrays import ArraySource
 from residua.evaluate.pictures import Pictures, made_by, open_images
 from residua.evaluate.summary import published_statistics
@@ -139,6 +139,15 @@ def test_damaged_files_are_told_in_one_line(tmp_path: Path) -> None:
         (tmp_path / "bad.npz").write_bytes(content)
         with pytest.raises(DataError, match=r"^\S*bad.npz cannot be read, it may be damaged: .+$"):
             published_statistics(str(tmp_path / "bad.npz"))
+
+
+def test_an_array_larger_than_the_memory_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez_compressed(tmp_path / "bomb.npz", np.zeros((100, 64, 64, 3), np.uint8))
+    monkeypatch.setattr(arrays, "free_memory", lambda _: 1_000_000)
+    with pytest.raises(DataError, match=r"bomb\.npz cannot be read.*arr_0 unpacks to 1 MiB"):
+        open_images(str(tmp_path / "bomb.npz"))
+    monkeypatch.setattr(arrays, "free_memory", lambda _: 2_000_000)
+    assert len(open_images(str(tmp_path / "bomb.npz"))) == 100
 
 
 def test_an_array_under_the_other_name_is_read(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def _train(name: str, out: Path, run: Any) -> None:
         drive.finetune(drive.small_classifier("resnet18", out, alpha_min=0.7, drop_path=0.0, **short))
     elif name == "timm":  # branches start at zero and learn little: the stream ends short, and norms see their eps
         own = {"encoder": "timm:test_vit", "alpha_min": 0.6, "anneal": 0.0, "steps": 3, "checkpoint_every": 3}
+        own["zero_init"] = True
         own |= dict.fromkeys(("embed_dim", "depth", "num_heads"))
         drive.pretrain(drive.small(out, decoder="ushape", **TRAINED | own))
     else:

@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from residua.cli import main
 from residua.data import Preprocessing
 from residua.export import ExportError, export, graph, hub
 from residua.export.clean import CHECKER, Export, check, real_images
+from residua.train.config import Pretrain
+from residua.train.diffuse_config import Diffuse
+from residua.train.finetune_config import Finetune
 
 # ---------------------------------------------------------------- programs and plain weights
 
@@ -105,7 +108,27 @@ def test_the_snippets_of_a_card_run_as_they_stand(plain_hub: Any, tmp_path: Path
 def test_cards_keep_folders_to_themselves() -> None:
     assert hub._short("folder:/home/me/cats") == "folder:cats"
     assert hub._short("/home/me/runs/a") == "a"
-    assert hub._short("hf:zh-plus/tiny-imagenet") == "hf:zh-plus/tiny-imagenet"
+    assert hub._short("imagenet:/data/ilsvrc?classes=10") == "imagenet:ilsvrc?classes=10"
+    Path("runs/a").mkdir(parents=True)
+    assert hub._short("runs/a") == "a"
+    assert hub._short("timm:local-dir:runs/a") == "timm:local-dir:a"
+    for name in ("hf:zh-plus/tiny-imagenet", "stabilityai/sd-vae-ft-ema", "timm:hf-hub:someone/vit"):
+        assert hub._short(name) == name
+
+
+def test_cards_leave_out_all_that_changes_nothing() -> None:
+    machines = [set(asdict(config.machine)) for config in (Pretrain(), Diffuse(), Finetune())]
+    assert set.union(*machines) - hub.ORCHESTRATION == {"precision"}
+    assert not hub.ORCHESTRATION & (Diffuse().settings().keys() - asdict(Diffuse().machine).keys())
+
+
+def test_a_model_that_does_not_say_how_images_are_prepared_is_told() -> None:
+    model = residua.create_model("vit", img_size=16, patch_size=4, embed_dim=32, depth=1, num_heads=2)
+    result = export(model, "timm", "unsaid")
+    assert [note for note in result.notes if "mean 0.5 and std 0.5 are written" in note]
+    assert "assumed" in (export(model, "hub", "card").out / "README.md").read_text()
+    model.preprocessing = Preprocessing((16, 16), (0.3,) * 3, (0.2,) * 3)
+    assert export(model, "timm", "said").notes == ()
 
 
 def test_pushing(runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

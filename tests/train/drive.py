@@ -1,16 +1,23 @@
 """A small run, and ways to end it: what the tests of the training loop share."""
 
+import io
+import json
 import os
 import random
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import residua
 from residua.data import Preprocessing
@@ -119,14 +126,75 @@ def ready(config: Any) -> Any:
     return kinds[type(config)](config)  # type: ignore[operator]
 
 
-def train_rank(config: Any, rank: int, world: int, port: int) -> None:
-    """One of several processes."""
+def take_place(rank: int, world: int, port: int) -> None:
+    """Make this process one of several."""
     torch.set_num_threads(1)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
+
+
+def train_rank(config: Any, rank: int, world: int, port: int) -> None:
+    """One of several processes."""
+    take_place(rank, world, port)
     session = ready(config)
     assert session.accelerator.num_processes == world
     fit(session)
+
+
+def failing_rank(config: Any, shared: bool, rank: int, world: int, port: int) -> None:
+    """One of several processes, of which the first fails when it looks at the model; the others may wait for it."""
+    take_place(rank, world, port)
+    if shared:
+        loop.dist.new_group = partial(dist.new_group, timeout=timedelta(seconds=3))
+
+    def look(step: int, model: Any) -> dict[str, float]:
+        if rank == 0:
+            raise ValueError("samples are not finite")
+        if shared:
+            dist.all_reduce(torch.ones(3))
+        return {}
+
+    fit(ready(config), Hooks(every=5, on_interval=look, on_message=lambda text: None))
+
+
+def command_rank(args: list[str], log: Path, rank: int, world: int, port: int) -> None:
+    """A command by one of several processes, which writes down what it did."""
+    take_place(rank, world, port)
+    from residua import cli, data
+    from residua.evaluate import reading
+
+    places: list[tuple[int, int]] = []
+    loads: list[float] = []
+    own_place, load = reading.world, data.load
+
+    def world_of() -> tuple[int, int]:
+        places.append(own_place())
+        return places[-1]
+
+    def loading(spec: str) -> Any:
+        loads.append(time.monotonic())
+        time.sleep(0.5 if rank == 0 else 0.0)
+        found = load(spec)
+        loads.append(time.monotonic())
+        return found
+
+    reading.world, data.load = world_of, loading
+    said, wrong = io.StringIO(), io.StringIO()
+    with redirect_stdout(said), redirect_stderr(wrong):
+        status = cli.main(args)
+    found = {"status": status, "places": places, "loads": loads, "said": said.getvalue(), "wrong": wrong.getvalue()}
+    (log / f"{rank}.json").write_text(json.dumps(found | {"connected": dist.is_initialized()}))
+
+
+def together(target: Callable[..., None], *args: Any, world: int = 2) -> list[int]:
+    """Have several processes run a target, which gets its rank, their number and a port; their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [start(target, *args, rank, world, port) for rank in range(world)]
+    for process in processes:
+        process.join(180)
+    return [process.exitcode for process in processes]
 
 
 def kill_at_random(config: Pretrain, run: Path, chance: random.Random, last: int) -> int | None:

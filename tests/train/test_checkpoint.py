@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import residua
+from residua.adapt.encoder import create_model
 from residua.data import Preprocessing
 from residua.nn import MAE
 from residua.train import checkpoint as ckpt
@@ -117,6 +120,49 @@ def test_a_file_cut_short_says_so(model: MAE, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ckpt.CheckpointError, match=r"model.safetensors is broken or cut short"):
         residua.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ("{}", "its header describes no model"),
+        ("[1]", "its header describes no model"),
+        ("{oops", "its header is no JSON"),
+        ('{"model": {"name": "vit", "depth": "two"}}', "describes a model that cannot be built"),
+        ('{"model": {"name": "vit", "colour": "red"}}', "cannot be built.*colour"),
+        ('{"model": {"name": "vit"}, "preprocessing": {"size": 3}}', "cannot be built"),
+    ],
+)
+def test_a_broken_header_is_told_in_one_sentence(tmp_path: Path, header: str, says: str) -> None:
+    save_file({"x": torch.zeros(1)}, tmp_path / "m.safetensors", metadata={"residua": header})
+    with pytest.raises(ckpt.CheckpointError, match=rf"m\.safetensors.*{says}"):
+        residua.load(tmp_path / "m.safetensors")
+
+
+def test_a_header_fetches_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"name": "timm_vit", "encoder": "timm:test_vit"}
+    ckpt.save_model(create_model(**config), tmp_path / "good.safetensors")
+    header = json.dumps({"model": config | {"weights": "published"}, "preprocessing": None})
+    save_file({"x": torch.zeros(1)}, tmp_path / "bad.safetensors", metadata={"residua": header})
+    asked, real = [], timm.create_model
+    monkeypatch.setattr(
+        timm, "create_model", lambda *a, **k: asked.append(k["pretrained"]) or real(*a, **k | {"pretrained": False})
+    )
+    residua.load(tmp_path / "good.safetensors")
+    with pytest.raises(ckpt.CheckpointError, match=r"bad\.safetensors.*describes no model"):
+        residua.load(tmp_path / "bad.safetensors")
+    assert set(asked) == {False}
+
+
+def test_weights_that_lack_some_are_told_which(tmp_path: Path) -> None:
+    state = residua.create_model("vit", **{k: v for k, v in SMALL.items() if "decoder" not in k}).state_dict()
+    for lacking in ("pos_embed", "blocks.0.mlp.fc1.weight", "blocks."):
+        torch.save({k: v for k, v in state.items() if not k.startswith(lacking)}, tmp_path / "m.pth")
+        with pytest.raises(ckpt.CheckpointError, match=rf"m\.pth: .*encoder\.{lacking}\S* is missing"):
+            residua.load(tmp_path / "m.pth")
+    torch.save(state | {"patch_embed.proj.weight": torch.zeros(32, 48)}, tmp_path / "m.pth")
+    with pytest.raises(ckpt.CheckpointError, match=r"proj\.weight is \(32, 48\), expected four dimensions"):
+        residua.load(tmp_path / "m.pth")
 
 
 @pytest.mark.parametrize("where", ["save_file", "torch.save", "rename"])

@@ -3,15 +3,15 @@
 import math
 import shutil
 import signal
-import socket
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import timm
 import torch
-from drive import STEPS, differences, finetune, pretrain, small, small_classifier, start, train, train_rank
+from drive import STEPS, differences, finetune, pretrain, small, small_classifier, start, together, train, train_rank
 from timm.loss import SoftTargetCrossEntropy
 from torch import Tensor, nn
 
@@ -24,6 +24,7 @@ from residua.train import Finetune, Hooks, fit, read_metrics
 from residua.train.checkpoint import checkpoints
 from residua.train.classify import Classification, Labelling, prepare
 from residua.train.optim import parameter_groups
+from residua.train.session import share_batch_norm
 
 Weights = dict[str, Tensor]
 RESNET = {"width": 4, "stages": (1, 1, 2, 1), "optimizer": "sgd", "alpha_min": 0.7, "lr": 0.05}
@@ -99,16 +100,37 @@ def test_two_processes_follow_one(encoder: str, tmp_path: Path) -> None:
     changes = {"log_every": 1, "steps": 6}
     finetune(small_classifier(encoder, tmp_path / "one", **changes))
     config = small_classifier(encoder, tmp_path / "two", **changes)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    processes = [start(train_rank, config, rank, 2, port) for rank in range(2)]
-    for process in processes:
-        process.join(180)
-    assert [p.exitcode for p in processes] == [0, 0]
+    assert together(train_rank, config) == [0, 0]
     one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
     assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)
     assert [r["grad_norm"] for r in two] == pytest.approx([r["grad_norm"] for r in one], rel=1e-3)
+
+
+def test_batch_norm_is_shared_on_gpus_or_refused(encoder: str) -> None:
+    def accelerator(world: int, device: str) -> Any:
+        return SimpleNamespace(num_processes=world, device=torch.device(device))
+
+    model = residua.create_model("resnet18", num_classes=3, width=4)
+    names, count = list(model.state_dict()), sum(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+    share_batch_norm(model, accelerator(1, "cpu"))
+    with pytest.raises(ValueError, match="batch norm, which 2 processes can share on GPUs alone: use one process"):
+        share_batch_norm(model, accelerator(2, "cpu"))
+    assert sum(isinstance(m, nn.BatchNorm2d) for m in model.modules()) == count
+    share_batch_norm(model, accelerator(2, "cuda"))
+    assert sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) == count
+    assert list(model.state_dict()) == names
+    share_batch_norm(residua.load(encoder), accelerator(2, "cpu"))  # which has none
+
+
+def test_two_processes_are_refused_a_network_with_batch_norm_on_the_cpu(tmp_path: Path) -> None:
+    config = small_classifier("resnet18", tmp_path / "run", **RESNET)
+    assert 0 not in together(train_rank, config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_recomputing_does_not_count_as_work(encoder: str) -> None:
+    plain, again = (prepare(small_classifier(encoder, grad_checkpointing=on)) for on in (False, True))
+    assert again.settings.flops_per_image == plain.settings.flops_per_image
 
 
 @pytest.mark.parametrize("micro", [4, 5, 1])

@@ -11,7 +11,7 @@ from residua import alphas, data
 from residua.train.config import Pretrain, build_model, resolve
 from residua.train.diffuse_config import Diffuse
 from residua.train.finetune_config import Finetune
-from residua.train.options import auto_alpha
+from residua.train.options import auto_alpha, trained_on
 
 
 def chosen(device: str = "cpu", n: int = 1000, size: int = 32, **settings: Any) -> dict[str, Any]:
@@ -51,6 +51,41 @@ def test_yaml_mistakes_name_the_file(tmp_path: Path) -> None:
     path.write_text("- 1\n- 2\n")
     with pytest.raises(ValueError, match=r"mine.yaml holds no settings"):
         Pretrain.read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("data: digits\nscale: [0.5\n", r"mine\.yaml, line 3, is no YAML: expected ',' or ']'"),
+        ("alpha_min: high", r"mine\.yaml: alpha_min is high; expected a number or auto$"),
+        ("alpha_min: true", "alpha_min is True; expected a number or auto"),
+        ("optim:\n  steps: 10.5", r"steps is 10\.5; expected a whole number or null"),
+        ("scale: [0.5]", r"scale is \[0\.5\]; expected \[a number, a number\] or auto"),
+        ("trackers: [wandb, 3]", r"trackers is \['wandb', 3\]; expected \[text, \.\.\.\]"),
+        ("flip: 1", "flip is 1; expected true or false"),
+        ("size: vast", "size is vast; expected nano or tiny or small or base or large or auto"),
+        ("3: 4", "no setting named 3"),
+    ],
+)
+def test_yaml_values_are_checked(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        Pretrain.read(tmp_path / "mine.yaml")
+
+
+def test_only_a_run_says_what_it_was_trained_on(tmp_path: Path) -> None:
+    weights = tmp_path / "weights" / "m.pth"
+    weights.parent.mkdir()
+    weights.touch()
+    settings = tmp_path / "config.yaml"
+    for content in ("version: 3\nservices: {web: {image: nginx}}\n", "data: digits\n", "version: [\n"):
+        settings.write_text(content)  # somebody else's, above the weights
+        assert trained_on(weights) is None
+    (tmp_path / "checkpoints" / "step-0000001").mkdir(parents=True)
+    settings.write_text("version: 3\n")
+    assert trained_on(tmp_path) is None
+    Pretrain().override(data="digits").save(settings)
+    assert trained_on(tmp_path) == trained_on(tmp_path / "checkpoints" / "step-0000001") == "digits"
 
 
 def test_every_setting_has_a_name_of_its_own() -> None:
@@ -201,6 +236,9 @@ def test_nothing_is_left_open_and_choosing_again_changes_nothing() -> None:
         ({"scale": (0.5, 0.2)}, "scale is"),
         ({"log_every": -1}, "log_every is -1"),
         ({"keep": -1}, "keep is -1"),
+        ({"mask_ratio": 1.0}, "mask_ratio is 1.0"),
+        ({"patch_size": 0}, "patch_size is 0"),
+        ({"weight_decay": -1.0}, "weight_decay is -1.0"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -1,22 +1,28 @@
 """Training of diffusion models: the objective by its definition, whole runs, and what is refused."""
 
 import json
+import os
 import signal
-import socket
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from drive import STEPS, differences, small_diffusion, start, train, train_rank
+from accelerate import Accelerator
+from drive import STEPS, differences, small_diffusion, start, together, train, train_rank
 from PIL import Image
 from torch import Tensor, nn
 
 import residua
 from residua import cli
 from residua.cli.diffuse import FidMonitor
-from residua.data import Batch, DataError
+from residua.data import Batch, DataError, latents
+from residua.data.autoencoder import LatentSpace
+from residua.data.source import fingerprint_of
 from residua.evaluate import extractor
 from residua.evaluate.extractor import Extractor
 from residua.nn import UViT
@@ -186,13 +192,7 @@ def test_the_moving_average_is_what_is_looked_at(tmp_path: Path) -> None:
 
 def test_two_processes_follow_one(finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [start(train_rank, small_diffusion(run), rank, 2, port) for rank in range(2)]
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert together(train_rank, small_diffusion(run)) == [0, 0]
     mine, theirs = (load_file(checkpoints(r)[-1] / "model.safetensors") for r in (run, finished))
     assert all(torch.allclose(mine[k], v, atol=2e-4) for k, v in theirs.items())
 
@@ -213,6 +213,56 @@ def test_one_channel_and_odd_sizes(tmp_path: Path) -> None:
     model: Any = residua.load(run)
     assert (model.in_chans, model.img_size, model.patch_size) == (1, (8, 8), (2, 2))
     assert Image.open(next((run / "samples").iterdir())).mode == "L"
+
+
+def test_one_process_on_each_machine_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SecondMachine(Accelerator):
+        is_main_process = property(lambda self: False)
+        is_local_main_process = property(lambda self: True)
+
+    class Asked(Exception):
+        pass
+
+    def ask(*args: Any, writes: bool, **options: Any) -> None:
+        raise Asked(writes)
+
+    space = LatentSpace("stand-in", 4, 4, 1.0, 0.0, "")
+    monkeypatch.setattr(residua.train.diffuse, "open_autoencoder", lambda *_: SimpleNamespace(space=space))
+    monkeypatch.setattr(residua.train.diffuse, "open_accelerator", lambda machine: SecondMachine(cpu=True))
+    monkeypatch.setattr(residua.train.diffuse, "latents_of", ask)
+    with pytest.raises(Asked, match="True"):
+        prepare(small_diffusion(latents="stand-in", patch_size=1))
+
+
+def test_those_who_wait_for_latents_give_up_when_nobody_encodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latents, "_PATIENCE", 0.5)
+    space = LatentSpace("stand-in", 4, 4, 1.0, 0.0, "")
+    source, began = residua.data.load("shapes?n=8&size=16").train, time.monotonic()
+
+    def wait() -> None:
+        latents.latents_of(
+            source, SimpleNamespace(space=space), 16, tmp_path, torch.device("cpu"), writes=False
+        )  # fmt: skip
+
+    with pytest.raises(DataError, match="the process that this one waits for has failed, or writes to another disk"):
+        wait()
+    key = fingerprint_of(source.fingerprint(), "", 16, "error", latents._FORMAT)
+    unfinished = tmp_path / f".unfinished-{key}-0"
+    unfinished.mkdir()
+
+    def encode() -> None:
+        for i in range(15):
+            os.utime(unfinished, (i, i))
+            time.sleep(0.1)
+
+    thread, began = threading.Thread(target=encode), time.monotonic()
+    thread.start()
+    with pytest.raises(DataError):
+        wait()
+    thread.join()
+    assert time.monotonic() - began > 1.5  # as long as there are signs of work
 
 
 # ---------------------------------------------------------------- settings
@@ -262,7 +312,7 @@ def test_labels_that_are_not_there_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    with pytest.raises(TrainingStopped, match="larger --alpha-min"):
+    with pytest.raises(TrainingStopped, match=r"Try a smaller --lr, --clip 1.0, or a larger --alpha-min\.$"):
         diffuse(small_diffusion(tmp_path / "run", lr=1e20, clip=None, steps=40))
 
 

@@ -32,6 +32,12 @@ def test_a_loss_that_does_not_move_is_told_once_and_late() -> None:
     assert "--lr" in message
 
 
+def test_a_loss_is_not_compared_with_itself() -> None:
+    health = Health(steps=1000)
+    assert health.check(500, 1.0, 0, CPU) == []
+    assert "1.0000 at first" in health.check(510, 1.0, 0, CPU)[0]
+
+
 def test_a_short_run_is_given_a_hundred_steps() -> None:
     health = Health(steps=60)
     assert all(not health.check(step, 1.0, 0, CPU) for step in range(1, 61))

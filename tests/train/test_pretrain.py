@@ -17,9 +17,9 @@ from torch import Tensor
 
 import residua
 from residua.data import Batch
-from residua.lock import release
+from residua.lock import held, release
 from residua.nn import MAE
-from residua.train import Hooks, Pretrain, Session, estimate, fit, prepare, read_metrics
+from residua.train import Hooks, Pretrain, Session, checkpoint, estimate, fit, prepare, read_metrics
 from residua.train.checkpoint import CheckpointError, checkpoints
 from residua.train.pretrain import Reconstruction
 from residua.train.session import LOCK, hours
@@ -199,6 +199,43 @@ def test_a_folder_that_holds_a_run_is_refused(finished: Path) -> None:
         prepare(small(finished))
 
 
+def test_sessions_of_one_process_do_not_share_a_folder(tmp_path: Path) -> None:
+    config = small().override(dry_run=False)
+    one, other = prepare(config), prepare(config)
+    assert one.run is not None
+    assert other.run == one.run.with_name(f"{one.run.name}-2")
+    with pytest.raises(ValueError, match="belongs to a session that is ready here"):
+        prepare(small(one.run))
+    one.close()
+    again = prepare(small(one.run))
+    for session in (other, again):
+        session.close()
+    assert not held(one.run / LOCK)
+
+
+def test_what_fails_leaves_a_run_as_it_was_and_free(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no more")
+
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    before = (run / "environment.json").read_text()
+    for module, name in ((residua.train.pretrain, "open_feed"), (Session, "loop")):
+        monkeypatch.setattr(module, name, fail)
+        with pytest.raises(RuntimeError, match="no more"):
+            fit(prepare(small(run, resume=True)))
+        monkeypatch.undo()
+        assert not held(run / LOCK)
+        assert (run / "environment.json").read_text() == before
+        assert not list(run.glob(".writable*"))
+    monkeypatch.setattr(checkpoint, "write_text", lambda path, text: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(ValueError, match="cannot write to the run folder"):
+        prepare(small(run, resume=True))
+    assert not held(run / LOCK)
+
+
 HOLD = """
 import pathlib, sys, time
 from residua.lock import claim
@@ -316,6 +353,16 @@ def test_what_is_left_of_other_weights_is_said(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         prepare(small(init=str(tmp_path / "plain"), decoder="plain"))
+
+
+def test_classes_are_those_of_labels() -> None:
+    session = prepare(small())
+    source = session.splits.train
+    assert "3 channels, 8 classes" in dict(session.lines())["data"]
+    source.classes = None
+    assert "3 channels, 8 classes" in dict(session.lines())["data"]
+    source.classes, source.labels = ["a", "b"], None  # as of the unlabelled part of a data set
+    assert "3 channels, no labels" in dict(session.lines())["data"]
 
 
 def test_a_dry_run_estimates_and_writes_nothing(tmp_path: Path) -> None:

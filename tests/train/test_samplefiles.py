@@ -7,6 +7,7 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,24 @@ def test_every_file_has_its_own_description(tmp_path: Path) -> None:
     (tmp_path / "bad.npz").write_bytes((tmp_path / "samples.npz").read_bytes()[:400])
     with pytest.raises(ValueError, match=r"bad\.npz cannot be read, it may be damaged"):
         write_samples(model, tmp_path / "bad.npz", 2, QUICK)
+
+
+def test_a_description_that_would_fill_the_memory_is_not_unpacked(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "s.npz", arr_0=np.zeros((1, 8, 8, 3), np.uint8), about=np.array(" " * 5_000_000))
+    assert (tmp_path / "s.npz").stat().st_size < 50_000
+    with pytest.raises(
+        ValueError, match=r"s\.npz cannot be read.*about unpacks to 19 MiB, expected no more than 16 MiB"
+    ):
+        described(tmp_path / "s.npz")
+
+
+def test_a_picture_is_made_on_the_accelerators_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, real = [], samplefiles.sample
+    monkeypatch.setattr(samplefiles, "sample", lambda *a, **k: asked.append(k["device"]) or real(*a, **k))
+    accelerator = SimpleNamespace(device=torch.device("cpu"), is_main_process=True)
+    write_samples(network(), tmp_path / "s.png", 2, QUICK, accelerator=accelerator)
+    write_samples(network(), tmp_path / "s.png", 2, QUICK, accelerator=accelerator, device="cpu")
+    assert asked == [torch.device("cpu"), "cpu"]
 
 
 @pytest.mark.parametrize("damage", ["{", "[1, 2]", '{"n": "two"}', None])
