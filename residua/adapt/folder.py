@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 from residua.data import Preprocessing
+from residua.data.augment import CropMode
+from residua.data.errors import tell
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALVES = (0.5, 0.5, 0.5)  # pixels to [-1, 1]
@@ -18,8 +20,10 @@ EACH = "layer_norm_eps_of_each"
 """In the `config.json` of our exports: the eps of every norm, where one for all is not right."""
 FINAL_NORM = "final_norm"
 """There too, false: transformers' last norm is one that the model was not trained with."""
-CROP = "central_crop"
-"""In their `preprocessor_config.json`: `crop_pct`, which transformers' own keys round or leave out."""
+CROP, CROP_MODE = "central_crop", "central_crop_mode"
+"""In their `preprocessor_config.json`: `crop_pct`, which transformers' own keys round or leave out, and `crop_mode`."""
+_KEEP_ASPECT = ("CLIP", "ChineseCLIP", "Bit", "ConvNext", "Levit", "MobileNet", "MobileViT", "PoolFormer")
+"""Processors whose size, where it is a bare number, is that of the shorter side; others stretch to a square."""
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -42,26 +46,73 @@ def preprocessing_in(folder: Path, img_size: tuple[int, int], channels: int) -> 
     return from_processor(processor, img_size, channels) if processor else None
 
 
+def assumed(model: object, img_size: tuple[int, int], channels: int, why: str = "") -> Preprocessing | None:
+    """For a model that does not say how images are prepared: ImageNet's, with a note; None if it sees no colour."""
+    if channels != 3:
+        return None
+    tell(
+        f"{model} does not say how images are prepared{why and f' ({why})'}: taken are ImageNet's mean and std and a "
+        "central crop of 0.875; set model.preprocessing where that is wrong"
+    )
+    return Preprocessing(img_size, IMAGENET_MEAN, IMAGENET_STD, crop_pct=0.875)
+
+
 def from_timm(config: Mapping[str, Any], img_size: Any, channels: int) -> Preprocessing:
-    """From timm's `pretrained_cfg`."""
-    kind = config.get("interpolation", "bicubic")
+    """From timm's `pretrained_cfg`; a note where it asks for what is not done here."""
+    kind: str = config.get("interpolation", "bicubic")
+    mode: Any = config.get("crop_mode") or "center"
     mean, std = config.get("mean", IMAGENET_MEAN), config.get("std", IMAGENET_STD)
+    if kind not in ("bilinear", "bicubic"):
+        kind = _instead("bicubic", f"{kind} interpolation")
+    if mode not in ("center", "squash"):
+        mode = _instead("center", f"images that are padded (crop_mode {mode})", "a central crop")
     return Preprocessing(
         img_size, spread(mean, channels), spread(std, channels), channels, crop_pct=config.get("crop_pct", 0.875),
-        interpolation=kind if kind in ("bilinear", "bicubic") else "bicubic",
+        interpolation=kind, crop_mode=mode,
     )  # fmt: skip
 
 
 def from_processor(found: Mapping[str, Any], img_size: tuple[int, int], channels: int) -> Preprocessing:
-    """From what transformers' image processors keep; of an empty one, values in [-1, 1]."""
+    """From what transformers' image processors keep; a note where they ask for what is not done here."""
     mean, std = (found.get(key) or HALVES for key in ("image_mean", "image_std"))
-    edge = found["size"].get("shortest_edge", 0) if isinstance(found.get("size"), dict) else 0
-    crop = img_size[0] / edge if edge and edge >= img_size[0] else 1.0
-    kind = "bicubic" if found.get("resample", 2) == 3 else "bilinear"
+    kind = {2: "bilinear", 3: "bicubic"}.get(found.get("resample", 2), "")
+    mode, crop = (found.get(CROP_MODE, "center"), found[CROP]) if CROP in found else _crop(found, img_size)
     return Preprocessing(
-        img_size, spread(mean, channels), spread(std, channels), channels, crop_pct=found.get(CROP, crop),
-        interpolation=kind,
+        img_size, spread(mean, channels), spread(std, channels), channels, crop_pct=crop,
+        interpolation=kind or _instead("bicubic", f"Pillow's resampling {found['resample']}"), crop_mode=mode,
     )  # fmt: skip
+
+
+def _crop(found: Mapping[str, Any], img_size: tuple[int, int]) -> tuple[CropMode, float]:
+    """Crop mode and `crop_pct` of a processor: its size is the shorter side's, or what images are stretched to."""
+    kind, size, part = (found.get(key) for key in ("image_processor_type", "size", "crop_size"))
+    kind = str(kind or found.get("feature_extractor_type", ""))
+    if isinstance(size, int):
+        size = {"shortest_edge": size} if kind.startswith(_KEEP_ASPECT) else {"height": size}
+    size = size if isinstance(size, dict) else {}
+    edge, side = size.get("shortest_edge"), size.get("height")
+    cut = part.get("height", img_size[0]) if isinstance(part, dict) else part or img_size[0]
+    cropped = found.get("do_center_crop", part is not None)
+    made = cut if cropped else edge or side or img_size[0]
+    if found.get("do_pad"):
+        _instead("", "padded images", "no padding")
+    if made != img_size[0]:
+        _instead("", f"images of {made} px, and is built for {img_size[0]} px", f"{img_size[0]} px")
+    if edge and found.get("crop_pct"):  # ConvNext's stretches large images, PoolFormer's none
+        return ("squash", 1.0) if edge >= 384 and not cropped else ("center", found["crop_pct"])
+    if edge and kind.startswith("Levit"):
+        return "center", 224 / 256
+    if side and not edge:
+        return "squash", min(1.0, cut / side) if cropped else 1.0
+    if edge and not cropped:
+        _instead("", "images of any shape", "a central crop")
+    return "center", min(1.0, cut / edge) if edge else 1.0
+
+
+def _instead(value: str, asked: str, taken: str = "") -> Any:
+    """A value that stands in for what a model asks for, with a note."""
+    tell(f"the model's preprocessing asks for {asked}; taken is {taken or value}, so that features differ from its own")
+    return value
 
 
 def spread(values: Sequence[float], channels: int) -> tuple[float, ...]:

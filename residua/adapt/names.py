@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from residua.data import Preprocessing
 from residua.nn.weights import unwrap
 
-from .folder import config_of, from_processor, from_timm, set_norms
+from .folder import assumed, config_of, from_processor, from_timm, preprocessing_in, set_norms
 
 LIBRARIES = ("timm", "torchvision", "transformers", "diffusers")
 SOURCE = "residua_source"
@@ -189,7 +189,8 @@ def _transformers(transformers: Any, name: str, published: bool, **options: Any)
         model.config.mask_ratio = 0.0  # ViTMAE would hide patches in evaluation too
     size = getattr(model.config, "image_size", None)
     if size is not None:
-        model.preprocessing = _processor(folder, size, getattr(model.config, "num_channels", 3), transformers, where)
+        shape = tuple(size) if isinstance(size, list | tuple) else (size, size)
+        model.preprocessing = _processor(folder, shape, getattr(model.config, "num_channels", 3), transformers, where)
     return model
 
 
@@ -202,17 +203,19 @@ def _unpooled(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return make(*args, **options)
 
 
-def _processor(folder: Path, size: Any, channels: int, transformers: Any, where: str) -> Preprocessing:
-    """As the model's preprocessor_config.json has it; without one, values in [-1, 1]."""
-    side = tuple(size) if isinstance(size, list | tuple) else (size, size)
-    file = folder / "preprocessor_config.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    if not folder.exists() and "/" in where:
-        try:
-            found = transformers.AutoImageProcessor.from_pretrained(where).to_dict()
-        except Exception:  # the weights are here, a processor is not
-            found = {}
-    return from_processor(found, side, channels)
+def _processor(
+    folder: Path, size: tuple[int, int], channels: int, transformers: Any, where: str
+) -> Preprocessing | None:
+    """As the model's preprocessor_config.json has it; without one, ImageNet's with a note; of a mere type, [-1, 1]."""
+    if folder.exists():
+        return preprocessing_in(folder, size, channels) or assumed(folder, size, channels)
+    if "/" not in where:
+        return from_processor({}, size, channels)
+    try:
+        found = transformers.AutoImageProcessor.from_pretrained(where).to_dict()
+    except Exception as error:  # the weights are here, a processor is not
+        return assumed(where, size, channels, str(error).strip().partition("\n")[0][:200])
+    return from_processor(found, size, channels)
 
 
 def _diffusers(diffusers: Any, name: str, published: bool, **options: Any) -> nn.Module:

@@ -4,46 +4,77 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any
 
 import tyro
-from tyro.conf import Positional
+from tyro.conf import Positional, subcommand
 
 from .console import console, note, print_nested
 
+_SHOWN = 10  # classes
+
 
 @dataclass(frozen=True)
-class DataOptions:
-    """What a source of images holds."""
+class InfoOptions:
+    """Counts, sizes, classes, statistics; images that cannot be read, and those of both parts."""
 
-    action: Positional[Literal["info", "preview"]]
-    """info: counts, sizes, classes, statistics; preview: a grid of images as PNG."""
     data: Positional[str] = "shapes"
     """shapes, digits, cifar10, cifar100, stl10, mnist, fashion-mnist, folder:PATH, parquet:PATH, hf:NAME or
-    imagenet:PATH."""
+    imagenet:PATH; with ?label=COLUMN and ?image=COLUMN of a parquet file or the Hub, ?classes=N the first N classes."""
+
+
+@dataclass(frozen=True)
+class PreviewOptions:
+    """A grid of images as PNG."""
+
+    data: Positional[str] = "shapes"
+    """Source of images, as of residua data info."""
     out: str = "preview.png"
-    """preview: file to write."""
+    """File to write."""
     n: int = 64
-    """preview: number of images."""
+    """Number of images."""
     img_size: int | None = None
-    """preview: side of an image."""
+    """Side of an image."""
     augmented: bool = False
-    """preview: random crops and flips, as in training."""
+    """Random crops and flips, as in training."""
+
+
+Options = Annotated[InfoOptions, subcommand("info")] | Annotated[PreviewOptions, subcommand("preview")]
 
 
 def data(args: list[str]) -> None:
     """What a source of images holds."""
     from residua import data
+    from residua.data.errors import some
 
-    o = tyro.cli(DataOptions, args=args, prog="residua data")
+    o: InfoOptions | PreviewOptions = tyro.cli(
+        Options, args=args, prog="residua data", description="What a source of images holds."
+    )  # type: ignore[arg-type]
     splits = data.load(o.data)
-    if o.action == "preview":
+    if isinstance(o, PreviewOptions):
         path = data.preview(splits, Path(o.out), n=o.n, img_size=o.img_size, augmented=o.augmented)
         return console.print(f"written: {path}", markup=False)
     found = data.describe(splits)
-    print_nested(found)
+    print_nested(_shortened(found))
     for part in filter(None, (found["train"], found["test"])):
         if part["unreadable"]:
-            note(f"{part['unreadable']:,} of {part['opened']:,} images opened in {part['split']} cannot be read")
+            count = f"{part['unreadable']:,} of {part['opened']:,} images opened in {part['split']}"
+            note(f"{count} cannot be read: {some(part['unreadable_images'])}")
     if found["shared"]:
         note(f"test images that also occur in the training part: {found['shared']:,}")
+
+
+def _shortened(found: dict[str, Any]) -> dict[str, Any]:
+    """What `describe` found, for people: few digits, and some of many classes."""
+    from residua.data.errors import some
+
+    shown = {key: _shortened(value) if isinstance(value, dict) else value for key, value in found.items()}
+    for key in ("mean", "std"):
+        if key in shown:
+            shown[key] = [f"{value:.4g}" for value in shown[key]]
+    if shown.get("classes") is not None:
+        shown["classes"] = f"{len(found['classes'])}: " + some(found["classes"], _SHOWN)
+    if shown.get("per_class") is not None:
+        shown["per_class"] = some([f"{name} {count:,}" for name, count in found["per_class"].items()], _SHOWN)
+    shown.pop("unreadable_images", None)
+    return shown

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from residua.data.rng import uniform
 
 ImgSize = int | tuple[int, int]
+CropMode = Literal["center", "squash"]
 PerChannel = Sequence[float] | Tensor
 
 _ATTEMPTS = 10  # as torchvision's RandomResizedCrop
@@ -69,12 +71,17 @@ def random_resized_crop_boxes(
     return torch.cat([top, left, torch.where(found, h, fallback_h), torch.where(found, w, fallback_w)], dim=1)
 
 
-def center_boxes(sizes: Tensor, out_size: ImgSize, crop_pct: float = 1.0) -> Tensor:
-    """Central boxes (B, 4) of the output's aspect that span `crop_pct` of the tighter side."""
+def center_boxes(sizes: Tensor, out_size: ImgSize, crop_pct: float = 1.0, crop_mode: CropMode = "center") -> Tensor:
+    """Central boxes (B, 4) of the output's aspect that span `crop_pct` of the tighter side.
+
+    With `crop_mode="squash"` they have the image's own aspect and span `crop_pct` of both sides, to be stretched.
+    """
     out_h, out_w = pair(out_size)
     height, width = sizes[:, 0].float(), sizes[:, 1].float()
-    unit = torch.minimum(height / out_h, width / out_w) * crop_pct  # source pixels per output pixel
-    h, w = torch.round(unit * out_h).clamp(min=1), torch.round(unit * out_w).clamp(min=1)
+    y, x = height / out_h, width / out_w  # source pixels per output pixel
+    if crop_mode == "center":
+        y = x = torch.minimum(y, x)
+    h, w = (torch.round(unit * crop_pct * n).clamp(min=1) for unit, n in ((y, out_h), (x, out_w)))
     return torch.stack([torch.round((height - h) / 2), torch.round((width - w) / 2), h, w], dim=1)
 
 
@@ -137,9 +144,10 @@ def center_view(
     std: PerChannel,
     crop_pct: float = 1.0,
     interpolation: str = "bicubic",
+    crop_mode: CropMode = "center",
 ) -> Tensor:
     """Central crop, resize, normalise: float32 (B, C, h, w)."""
-    boxes = center_boxes(batch.sizes, img_size, crop_pct)
+    boxes = center_boxes(batch.sizes, img_size, crop_pct, crop_mode)
     return normalize(resample(batch.pixels, boxes, img_size, None, interpolation), mean, std)
 
 

@@ -1,8 +1,8 @@
 """Encoded images (JPEG, PNG, WebP, TIFF, BMP, GIF, `.npy`) to arrays of shape (H, W, C).
 
 Arrays are uint8, uint16 or float32. EXIF orientation is applied, palettes are resolved, transparency is laid
-over white. Frames of a multi-page grey TIFF become channels; of other animations the first frame is taken. Floats
-are taken as they are, never rescaled.
+over white. Frames of a multi-page grey TIFF become channels (among photos it is thus a bad image); of other animations
+the first frame is taken. Floats are taken as they are, never rescaled.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from residua.data.errors import BadImage
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif", ".npy"})
 _FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF")
 MOST_CHANNELS = 64
+VERSION = 2
+"""Part of the fingerprint of what is decoded here: a higher one where the same file gives other pixels than before."""
 _GREY = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N", "F"})
 _SCALE = {"uint8": 255.0, "uint16": 65535.0, "float32": 1.0}
 _SIDEWAYS = {5, 6, 7, 8}  # EXIF orientations that swap height and width
@@ -35,10 +37,12 @@ class Header(NamedTuple):
 
 
 def shrunk_size(height: int, width: int, target: int | None) -> tuple[int, int]:
-    """Size an image is kept at for views of `target` pixels: shorter side at most 2x, longer at most 3x."""
+    """Size an image is kept at for views of `target` pixels: shorter side at most 2x, longer at most 3x, but the
+    shorter never below `target` where the image has that."""
     if target is None:
         return height, width
-    factor = min(1.0, 2 * target / min(height, width), 3 * target / max(height, width))
+    short, long = min(height, width), max(height, width)
+    factor = min(1.0, max(target / short, min(2 * target / short, 3 * target / long)))
     return max(1, round(height * factor)), max(1, round(width * factor))
 
 
@@ -127,6 +131,13 @@ def conform(image: np.ndarray, channels: int, dtype: np.dtype) -> np.ndarray:
     if image.dtype == dtype:
         return image
     return from_unit(to_unit(image), dtype)
+
+
+def check_unit(image: np.ndarray) -> None:
+    """A ValueError where a float image leaves [0, 1], the range of integer images."""
+    low, high = image.min(), image.max()
+    if low < 0 or high > 1:
+        raise ValueError(f"floats from {low:g} to {high:g} beside integer images; expected floats in [0, 1]")
 
 
 def to_unit(image: np.ndarray) -> np.ndarray:

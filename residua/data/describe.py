@@ -8,6 +8,8 @@ import numpy as np
 
 from residua.data.source import Source, Splits, count_shared
 
+_NAMED = 10  # unreadable images that are named
+
 
 def describe(splits: Splits) -> dict[str, Any]:
     """Counts, sizes, channels, classes, channel statistics and images shared by the splits; fit for JSON."""
@@ -37,7 +39,8 @@ def _describe_split(source: Source) -> dict[str, Any]:
         "split": source.split,
         "count": len(source),
         "opened": opened,
-        "unreadable": unreadable,
+        "unreadable": len(unreadable),
+        "unreadable_images": unreadable[:_NAMED],
         "typical_size": list(source.typical_size()),
         "smallest": sizes.min(axis=0).tolist(),
         "largest": sizes.max(axis=0).tolist(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class DataError(ValueError):
@@ -24,6 +24,11 @@ class BadImage(DataError):
 
 class DataWarning(UserWarning):
     """Data that is read otherwise than its owner may expect."""
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first few names: `a.png, b.png, c.png, ...`."""
+    return ", ".join(names[:most]) + ", ..." * (len(names) > most)
 
 
 def tell(text: str) -> None:

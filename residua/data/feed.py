@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from residua.data import decode
 from residua.data.augment import Batch, ImgSize, pair
-from residua.data.errors import BadImage, DataError
+from residua.data.errors import BadImage, DataError, some, tell
 from residua.data.preprocess import to_canvas
 from residua.data.room import cores, free_memory
 from residua.data.source import Source
@@ -23,6 +23,7 @@ Progress = Callable[[int, int], None]
 _Decoded = tuple[Tensor, Tensor, Tensor, list[int]]  # pixels, sizes, index, numbers of unreadable images
 
 RESIDENT_SHARE = 0.4  # of the device's free memory that images may take
+_WAY_OUT = "--on-bad-image skip, in Python on_bad_image='skip', leaves such images out"
 _BLOCK = 256  # images decoded per task when filling a resident feed
 _MIN_FOR_WORKERS = 4096  # fewer images are decoded in this process
 
@@ -34,10 +35,12 @@ class Feed:
     False force it), as uint8, or float32 in [0, 1] where the source has 16 bits or floats. Otherwise
     `workers` persistent processes decode them; by default as many as there are cores for this process, at most 16.
     Either way an image much larger than `img_size` is shrunk when decoded: to at most twice `img_size` on its shorter
-    and three times on its longer side.
+    and three times on its longer side. Where that would make the shorter one smaller than `img_size`, the ends of the
+    longer are cut off instead; `squash` is for views that stretch images, and narrows the longer side alone.
 
     `on_bad_image="skip"` puts the next readable image, with its own number, in the place of an unreadable one.
-    `skipped` counts these; `wait_seconds` is the time the consumer spent waiting for data.
+    `skipped` counts these, and a warning names some: of a resident feed once it is filled, else when it is closed.
+    `wait_seconds` is the time the consumer spent waiting for data.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Feed:
         workers: int | None = None,
         on_bad_image: OnBadImage = "error",
         progress: Progress | None = None,
+        squash: bool = False,
     ) -> None:
         if on_bad_image not in ("error", "skip"):
             raise DataError(f"on_bad_image {on_bad_image!r}, expected 'error' or 'skip'")
@@ -57,12 +61,12 @@ class Feed:
             raise DataError(f"{source.name}: no images to feed")
         self.source, self.device = source, torch.device(device)
         self.workers = min(16, cores()) if workers is None else workers
-        self.on_bad_image = on_bad_image
+        self.on_bad_image, self.squash = on_bad_image, squash
         self.wait_seconds = 0.0
         self._bad: set[int] = set()
         self._target = max(pair(img_size))
         self.canvas = canvas_of(source, self._target)
-        self._decoder = _Decoder(source, self._target, self.canvas, on_bad_image)
+        self._decoder = _Decoder(source, self._target, self.canvas, on_bad_image, squash)
         self._loader: DataLoader[Any] | None = None
         self._pixels: Tensor | None = None
         self._sizes: Tensor | None = None
@@ -103,7 +107,15 @@ class Feed:
 
     def close(self) -> None:
         """End the workers and let go of the images."""
+        if not self.resident:
+            self._tell_skipped()
         self._loader = self._pixels = self._sizes = self._stored = None
+
+    def _tell_skipped(self) -> None:
+        if self._bad:
+            names = [self.source.identify(i) for i in sorted(self._bad)[:4]]
+            count = f"{len(self._bad):,} of {len(self):,} {self.source.split} images"
+            tell(f"{self.source.name}: {count} cannot be read and are skipped: {some(names)}")
 
     def _iterate_resident(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
         for index in index_batches:
@@ -163,7 +175,7 @@ class Feed:
         workers = self.workers if count >= _MIN_FOR_WORKERS else 0
         filled = 0
         on_bad = "drop" if self.on_bad_image == "skip" else "error"
-        decoder = _Decoder(self.source, self._target, self.canvas, on_bad)
+        decoder = _Decoder(self.source, self._target, self.canvas, on_bad, self.squash)
         for block_pixels, block_sizes, _, bad in _decoded(_loader(decoder, workers, batches=blocks)):
             self._bad.update(bad)
             pixels[filled : filled + len(block_sizes)] = block_pixels.to(self.device)
@@ -177,6 +189,7 @@ class Feed:
             numbers = torch.tensor([i for i in range(count) if i not in self._bad])
             rows = torch.searchsorted(numbers, torch.arange(count)) % filled  # after the last comes the first
             self._stored = rows.to(self.device), numbers.to(self.device)
+            self._tell_skipped()
         self._pixels, self._sizes = pixels[:filled], sizes[:filled]
 
 
@@ -194,8 +207,8 @@ class _Batches:
 class _Decoder(Dataset[Any]):
     """Decodes whole batches, in the workers."""
 
-    def __init__(self, source: Source, target: int, canvas: tuple[int, int], on_bad: str) -> None:
-        self.source, self.target, self.canvas, self.on_bad = source, target, canvas, on_bad
+    def __init__(self, source: Source, target: int, canvas: tuple[int, int], on_bad: str, squash: bool) -> None:
+        self.source, self.target, self.canvas, self.on_bad, self.squash = source, target, canvas, on_bad, squash
 
     def __getitems__(self, indices: list[int]) -> _Decoded | DataError:
         try:
@@ -209,9 +222,9 @@ class _Decoder(Dataset[Any]):
             image, j = None, i
             try:
                 image = self.source.read(i, self.target)
-            except BadImage:
+            except BadImage as error:
                 if self.on_bad == "error":
-                    raise
+                    raise BadImage(error.where, f"{error.why} ({_WAY_OUT})") from error
                 bad.append(i)
                 if self.on_bad == "skip":
                     image, j = self._next_readable(i, bad)
@@ -221,7 +234,7 @@ class _Decoder(Dataset[Any]):
         if not images:
             shape = (0, self.source.channels, *self.canvas)
             return torch.zeros(shape, dtype=torch.uint8), torch.zeros(0, 2).long(), torch.zeros(0).long(), bad
-        pixels, sizes = to_canvas(images, self.canvas)
+        pixels, sizes = to_canvas(images, self.canvas, self.squash)
         return pixels, sizes, torch.tensor(used, dtype=torch.int64), bad
 
     def _next_readable(self, i: int, bad: list[int]) -> tuple[np.ndarray, int]:
@@ -235,10 +248,11 @@ class _Decoder(Dataset[Any]):
 
 
 def canvas_of(source: Source, target: int) -> tuple[int, int]:
-    """(height, width) that holds the probed images after shrinking."""
+    """(height, width) that holds the probed images after shrinking, at most (3 target)^2 pixels."""
     sizes = np.array([decode.shrunk_size(int(h), int(w), target) for h, w in source.sizes()])
-    height, width = sizes.max(axis=0)
-    return int(height), int(width)
+    height, width = (int(side) for side in sizes.max(axis=0))
+    most = 3 * target
+    return (height, width) if height * width <= most**2 else (min(height, most), min(width, most))
 
 
 def _loader(decoder: _Decoder, workers: int, *, pin: bool = False, batches: Iterable[Tensor] = ()) -> DataLoader[Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from residua.data.decode import SUFFIXES
+from residua.data.decode import SUFFIXES, VERSION
 from residua.data.errors import DataError, tell
 from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
 
@@ -47,7 +47,7 @@ class FolderSource(EncodedSource):
     def fingerprint(self) -> str:
         stats = [self._status(i) for i in range(len(self))]
         stamps = np.array([(s.st_size, s.st_mtime_ns) for s in stats], np.int64)
-        return fingerprint_of(self.files, stamps, self.labels if self.labels is not None else "none")
+        return fingerprint_of(VERSION, self.files, stamps, self.labels if self.labels is not None else "none")
 
     def _status(self, i: int) -> os.stat_result:
         path = self.encoded(i)

@@ -11,7 +11,6 @@ and deviations are those of the autoencoder, neither shifted nor scaled.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import secrets
@@ -30,6 +29,7 @@ from residua.data.augment import Batch, center_view
 from residua.data.autoencoder import Autoencoder
 from residua.data.errors import DataError
 from residua.data.feed import Feed, OnBadImage, Progress
+from residua.data.room import set_aside
 from residua.data.source import Source, fingerprint_of
 
 _FORMAT = 1
@@ -173,14 +173,12 @@ def new_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.memmap:
     """A memory-mapped file of zeros whose space is set aside: on a full disk this is an `OSError`, where writing to the
     map later would end the process."""
     rows = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
-    if hasattr(os, "posix_fallocate"):
-        try:
-            with path.open("r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # of file systems that cannot
-                path.unlink()
-                raise
+    try:
+        with path.open("r+b") as file:
+            set_aside(file.fileno(), path.stat().st_size)
+    except OSError:
+        path.unlink()
+        raise
     return rows
 
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from residua.data.arrays import cache_dir
+from residua.data.decode import VERSION
 from residua.data.errors import BadImage, DataError, did_you_mean, tell
 from residua.data.room import memory
 from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
@@ -75,7 +76,8 @@ class ParquetSource(EncodedSource):
         return np.concatenate(lengths).astype(np.int64)
 
     def fingerprint(self) -> str:
-        return fingerprint_of(_content_key(self.files), self.image, self.labels if self.labels is not None else "none")
+        labels = self.labels if self.labels is not None else "none"
+        return fingerprint_of(VERSION, _content_key(self.files), self.image, labels)
 
     def _beside(self, path: str, i: int) -> Path:
         """An image file that a row names: one of the set's own folder, and no other file of this machine."""

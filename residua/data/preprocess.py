@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from residua.data import decode
-from residua.data.augment import Batch, center_view, pair, per_channel
+from residua.data.augment import Batch, CropMode, center_view, pair, per_channel
 from residua.data.errors import BadImage, DataError
 
 ImageLike = Image.Image | str | Path | np.ndarray
@@ -27,7 +27,8 @@ class Preprocessing:
         x = pre("cat.jpg")                 # (3, 64, 64)
         x = pre(["cat.jpg", "dog.png"])    # (2, 3, 64, 64)
 
-    Arrays are (H, W) or (H, W, C): uint8, uint16, or floats in [0, 1].
+    Arrays are (H, W) or (H, W, C): uint8, uint16, or floats in [0, 1]. `crop_mode="squash"` stretches images to
+    `img_size`, of which it then shows `crop_pct` of both sides.
     """
 
     img_size: tuple[int, int]
@@ -36,6 +37,7 @@ class Preprocessing:
     in_chans: int = 3
     crop_pct: float = 1.0
     interpolation: str = "bicubic"
+    crop_mode: CropMode = "center"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "img_size", pair(self.img_size))
@@ -44,11 +46,17 @@ class Preprocessing:
             if len(values) != self.in_chans:
                 raise DataError(f"{field} has {len(values)} values for {self.in_chans} channels")
             object.__setattr__(self, field, values)
+        if self.crop_mode not in get_args(CropMode):
+            raise DataError(f"crop_mode {self.crop_mode!r}, expected one of {', '.join(get_args(CropMode))}")
 
     def __call__(self, image: ImageLike | Sequence[ImageLike]) -> Tensor:
         if isinstance(image, Image.Image | str | Path | np.ndarray):
             return self._batch([image])[0]
         return self._batch(list(image))
+
+    def view(self, batch: Batch) -> Tensor:
+        """What the model sees of images on a device, normalised (B, C, h, w)."""
+        return center_view(batch, self.img_size, self.mean, self.std, self.crop_pct, self.interpolation, self.crop_mode)
 
     def denormalize(self, x: Tensor) -> Tensor:
         """Normalised (..., C, h, w) back to [0, 1], clipped, for display."""
@@ -60,7 +68,7 @@ class Preprocessing:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Preprocessing:
-        """The reverse of `to_dict`."""
+        """The reverse of `to_dict`; what is missing has its default."""
         known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**known)
 
@@ -70,7 +78,7 @@ class Preprocessing:
         arrays = [self._read(image) for image in images]
         pixels, sizes = to_canvas(arrays)
         batch = Batch(pixels, sizes, torch.arange(len(arrays)))
-        return center_view(batch, self.img_size, self.mean, self.std, self.crop_pct, self.interpolation)
+        return self.view(batch)
 
     def _read(self, image: ImageLike) -> np.ndarray:
         target = max(self.img_size)
@@ -89,15 +97,18 @@ class Preprocessing:
             raise BadImage(where, error) from error
 
 
-def to_canvas(images: Sequence[np.ndarray], canvas: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+def to_canvas(
+    images: Sequence[np.ndarray], canvas: tuple[int, int] | None = None, squash: bool = False
+) -> tuple[Tensor, Tensor]:
     """(H, W, C) arrays as one (B, C, H, W) tensor with their sizes (B, 2).
 
     uint8 stays so if all are; otherwise float32 in [0, 1]. The canvas is as large as the largest image unless
-    given; an image larger than that is shrunk to fit.
+    given. An image larger than that is shrunk until its central square fits, and what still sticks out is cut off;
+    with `squash` each side is shrunk to fit instead.
     """
     if canvas is None:
         canvas = (max(image.shape[0] for image in images), max(image.shape[1] for image in images))
-    images = [_fit(image, *canvas) for image in images]
+    images = [_fit(image, *canvas, squash) for image in images]
     plain = all(image.dtype == np.uint8 for image in images)
     if plain and all(image.shape[:2] == canvas for image in images):
         stacked = np.stack(images)
@@ -110,9 +121,13 @@ def to_canvas(images: Sequence[np.ndarray], canvas: tuple[int, int] | None = Non
     return torch.from_numpy(stacked).permute(0, 3, 1, 2).contiguous(), sizes
 
 
-def _fit(image: np.ndarray, height: int, width: int) -> np.ndarray:
+def _fit(image: np.ndarray, height: int, width: int, squash: bool) -> np.ndarray:
     h, w = image.shape[:2]
-    factor = min(1.0, height / h, width / w)
-    if factor == 1.0:
+    if h <= height and w <= width:
         return image
-    return decode.resize(image, min(height, max(1, round(h * factor))), min(width, max(1, round(w * factor))))
+    if squash:
+        return decode.resize(image, min(h, height), min(w, width))
+    factor = min(1.0, min(height, width) / min(h, w))
+    h, w = max(1, round(h * factor)), max(1, round(w * factor))
+    top, left = max(0, h - height) // 2, max(0, w - width) // 2
+    return decode.resize(image, h, w)[top : top + height, left : left + width]

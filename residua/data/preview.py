@@ -30,7 +30,8 @@ def preview(
     """Write a PNG grid of `n` training images, spread over the set; `augmented` shows random crops."""
     source = splits.train
     if img_size is None:
-        img_size = shrunk_size(*source.typical_size(), 64)
+        height, width = shrunk_size(*source.typical_size(), 64)
+        img_size = min(height, 192), min(width, 192)
     index = evenly(len(source), n)
     target = img_size if isinstance(img_size, int) else max(img_size)
     pixels, sizes = to_canvas([source.read(i, target) for i in index])

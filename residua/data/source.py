@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -110,8 +111,8 @@ class Source(ABC):
         height, width = np.median(self.sizes(), axis=0)
         return int(height), int(width)
 
-    def unreadable(self) -> tuple[int, int]:
-        """How many images of an even sample cannot be read, and how many the sample has."""
+    def unreadable(self) -> tuple[list[str], int]:
+        """Names of those images of an even sample that cannot be read, and how many the sample has."""
 
         def fails(i: int) -> bool:
             try:
@@ -121,7 +122,7 @@ class Source(ABC):
             return False
 
         sample = evenly(len(self), _PROBED)
-        return sum(threaded(fails, sample)), len(sample)
+        return [self.identify(i) for i, failed in zip(sample, threaded(fails, sample)) if failed], len(sample)
 
     def subset(self, indices: Iterable[int] | np.ndarray) -> Source:
         """The images with these numbers, in this order."""
@@ -205,7 +206,9 @@ class EncodedSource(Source):
     """Images kept as files or byte strings and decoded when read.
 
     Channels and dtype are learnt from the headers of an even sample: one colour image makes the set colour,
-    one 16-bit image makes it 16-bit. A test split takes them from its training split (`like`).
+    one 16-bit image makes it 16-bit, one of floats makes it float; each image keeps its own scale, full range = 1. An
+    image of another number of channels than most (grey and colour are alike), or of floats beyond [0, 1] beside
+    integers, is a bad one. A test split takes all that from its training split (`like`).
     """
 
     def __init__(
@@ -220,9 +223,9 @@ class EncodedSource(Source):
     ) -> None:
         self.split, self._count = split, count  # probing needs both
         if like is None:
-            channels, dtype = self._probe()
+            channels, dtype, self.mixed = self._probe()
         else:
-            channels, dtype = like.channels, like.dtype
+            channels, dtype, self.mixed = like.channels, like.dtype, getattr(like, "mixed", False)
         super().__init__(name, split, channels=channels, dtype=dtype, classes=classes, labels=labels)
 
     @abstractmethod
@@ -237,11 +240,15 @@ class EncodedSource(Source):
         return head.height, head.width
 
     def read(self, i: int, target: int | None = None) -> np.ndarray:
-        image = decode.decode(self.encoded(i), self.identify(i), target)
+        data = self.encoded(i)
+        where = str(data) if isinstance(data, Path) else self.identify(i)
+        image = decode.decode(data, where, target)
         try:
+            if image.dtype == np.float32 and (self.mixed or self.dtype != np.float32):
+                decode.check_unit(image)
             return decode.conform(image, self.channels, self.dtype)
         except ValueError as error:
-            raise BadImage(self.identify(i), error) from error
+            raise BadImage(where, error) from error
 
     def digest(self, i: int) -> bytes:
         data = self.encoded(i)
@@ -251,30 +258,52 @@ class EncodedSource(Source):
             raise BadImage(self.identify(i), error) from error
         return hashlib.blake2b(data, digest_size=16).digest()
 
-    def _probe(self) -> tuple[int, np.dtype]:
-        heads: dict[decode.Header, str] = {}
+    def _probe(self) -> tuple[int, np.dtype, bool]:
+        """Channels, dtype, and whether integers and floats come together."""
+        heads: list[tuple[decode.Header, str]] = []
         first_error: BadImage | None = None
         for i in evenly(self._count, _PROBED):
             try:
-                heads.setdefault(decode.header(self.encoded(i), self.identify(i)), self.identify(i))
+                heads.append((decode.header(self.encoded(i), self.identify(i)), self.identify(i)))
             except BadImage as error:
                 first_error = first_error or error
         if not heads:
             raise first_error or DataError("no images")
-        channels = {head.channels: where for head, where in heads.items()}
-        if max(channels) > decode.MOST_CHANNELS:
-            raise DataError(
-                f"{channels[max(channels)]} has {max(channels)} channels; arrays must be (H, W, C), channels last"
-            )
-        if len(channels) > 1 and set(channels) != {1, 3}:
-            example = ", ".join(f"{where} has {count}" for count, where in sorted(channels.items()))
-            raise DataError(f"images differ in their number of channels: {example}; keep one kind per data set")
-        flat = next((where for head, where in heads.items() if head.height in (1, 3, 4) and head.channels > 4), None)
+        deep = [(head.channels, where) for head, where in heads if head.channels > decode.MOST_CHANNELS]
+        if 2 * len(deep) > len(heads):
+            count, where = deep[0]
+            raise DataError(f"{where} has {count} channels; arrays must be (H, W, C), channels last")
+        heads = _alike(heads)
+        channels = max(head.channels for head, _ in heads)
+        flat = next((where for head, where in heads if head.height in (1, 3, 4) and head.channels > 4), None)
         if flat is not None:
-            tell(f"{flat} is read as an image of {max(channels)} channels: channels first? arrays must be (H, W, C)")
-        dtypes = {head.dtype for head in heads}
+            tell(f"{flat} is read as an image of {channels} channels: channels first? arrays must be (H, W, C)")
+        dtypes = {head.dtype: where for head, where in reversed(heads)}
         dtype = next(name for name in ("float32", "uint16", "uint8") if name in dtypes)
-        return max(channels), np.dtype(dtype)
+        if dtype != "uint8" and "uint8" in dtypes:
+            tell(
+                f"{dtypes[dtype]} is {dtype} and {dtypes['uint8']} uint8: all are held with more bits, and take four "
+                "times the memory; each keeps its own scale"
+            )
+        return channels, np.dtype(dtype), "float32" in dtypes and len(dtypes) > 1
+
+
+def _alike(heads: list[tuple[decode.Header, str]]) -> list[tuple[decode.Header, str]]:
+    """Those with the number of channels that more than half have; grey and colour are alike."""
+    kinds = [3 if head.channels == 1 else head.channels for head, _ in heads]
+    most, count = Counter(kinds).most_common(1)[0]
+    alike = [head for head, kind in zip(heads, kinds) if kind == most]
+    if count == len(heads):
+        return heads
+    if 2 * count <= len(heads):
+        example = ", ".join(f"{where} has {head.channels}" for head, where in dict(zip(kinds, heads)).values())
+        raise DataError(f"images differ in their number of channels: {example}; keep one kind per data set")
+    odd, where = next(head for head, kind in zip(heads, kinds) if kind != most)
+    tell(
+        f"{where} has {odd.channels} channels where most images have {max(head.channels for head, _ in alike)}: "
+        f"{len(heads) - count:,} of {len(heads):,} images looked at count as unreadable"
+    )
+    return alike
 
 
 def count_shared(train: Source, test: Source, most: int | None = _COMPARED) -> int:

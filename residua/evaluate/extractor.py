@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from residua.adapt import encoder_of
-from residua.data import Batch, Preprocessing, center_view
+from residua.adapt.folder import from_timm
+from residua.data import Batch, Preprocessing
 
 from .cache import weights_hash
 from .featureset import Readout
@@ -130,15 +131,13 @@ def timm_extractor(name: str, weights: str | Path | None = None) -> Extractor:
     except (OSError, RuntimeError) as error:
         raise ValueError(f"timm:{name}: its weights could not be had ({error}); give a file with --weights") from error
     config = resolve_model_data_config(model)
-    kind = config["interpolation"] if config["interpolation"] in ("bilinear", "bicubic") else "bicubic"
-    size = tuple(config["input_size"][1:])
-    pre = Preprocessing(size, config["mean"], config["std"], crop_pct=config["crop_pct"], interpolation=kind)
+    pre = from_timm(config, tuple(config["input_size"][1:]), 3)
     about = {"timm": name, "preprocessing": pre.to_dict()}
     return Extractor(f"timm:{name} ({_side(pre)})", _Prepared(model, pre, model), about=about)
 
 
 class _Prepared(nn.Module):
-    """A network behind its own central crop, resize and normalisation."""
+    """A network behind its own preprocessing."""
 
     def __init__(self, model: nn.Module, preprocessing: Preprocessing, compute: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -154,7 +153,7 @@ class _Prepared(nn.Module):
         sizes = torch.full((len(images), 2), images.shape[2], device=images.device)
         sizes[:, 1] = images.shape[3]
         batch = Batch(images, sizes, torch.arange(len(images), device=images.device))
-        return self.compute(center_view(batch, p.img_size, p.mean, p.std, p.crop_pct, p.interpolation)).flatten(1)
+        return self.compute(p.view(batch)).flatten(1)
 
 
 class _Scripted(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from residua.adapt import Foreign
 from residua.adapt.generic import evaluating
-from residua.data import Batch, Feed, Preprocessing, Source, center_view, train_view
+from residua.data import Batch, Feed, Preprocessing, Source, train_view
 from residua.data.augment import normalize
 from residua.data.feed import OnBadImage
 from residua.nn import ViT
@@ -101,12 +101,12 @@ class View:
     bf16: bool = False
 
     def center(self, batch: Batch, full: bool = False) -> Tensor:
-        """The central crop; `full`: every image fills its canvas, which may be all there is to do."""
+        """What the model sees; `full`: every image fills its canvas, which may be all there is to do."""
         p = self.preprocessing
         if full and p.crop_pct == 1.0 and batch.pixels.shape[2:] == p.img_size:
             pixels = batch.pixels.float()
             return normalize(pixels / 255 if batch.pixels.dtype == torch.uint8 else pixels, p.mean, p.std)
-        return center_view(batch, p.img_size, p.mean, p.std, p.crop_pct, p.interpolation)
+        return p.view(batch)
 
     def random(self, batch: Batch, number: int, scale: tuple[float, float] = (0.2, 1.0)) -> Tensor:
         p = self.preprocessing
@@ -117,7 +117,8 @@ class View:
 
 def open_feed(source: Source, device: torch.device, view: View, on_bad_image: OnBadImage = "error") -> Feed:
     """The feed that serves a view."""
-    return Feed(source, device, img_size=view.preprocessing.img_size, on_bad_image=on_bad_image)
+    p = view.preprocessing
+    return Feed(source, device, img_size=p.img_size, on_bad_image=on_bad_image, squash=p.crop_mode == "squash")
 
 
 def read(

@@ -106,6 +106,7 @@ def segment(
         truth=truth,
         source=source,
         crop_pct=view.preprocessing.crop_pct,
+        crop_mode=view.preprocessing.crop_mode,
     )
 
 
@@ -171,7 +172,7 @@ def read_truth(source: Source, view: View, ignore_index: int | None) -> tuple[li
         mask = source.mask(i)
         if mask is None:
             raise DataError(f"{source.identify(i)} has no mask")
-        (box,) = center_boxes(torch.tensor([mask.shape]), p.img_size, p.crop_pct).long().tolist()
+        (box,) = center_boxes(torch.tensor([mask.shape]), p.img_size, p.crop_pct, p.crop_mode).long().tolist()
         top, left, height, width = box
         return mask[top : top + height, left : left + width]
 

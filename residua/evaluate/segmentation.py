@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from residua.data import Batch, Source, center_view
+from residua.data.augment import CropMode
 from residua.data.preprocess import to_canvas
 from residua.data.source import evenly
 
@@ -66,6 +67,7 @@ class Segmentation:
     """Class numbers (h, w) of what the model sees of each image; -1 where ignored."""
     source: Source
     crop_pct: float = 1.0
+    crop_mode: CropMode = "center"
 
     def table(self) -> Table:
         """The scores side by side; the classes that fill most pixels first."""
@@ -116,7 +118,7 @@ class Segmentation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON; no tensors."""
-        skip = {"labels", "eigenvectors", "truth", "source", "scores", "crop_pct"}
+        skip = {"labels", "eigenvectors", "truth", "source", "scores", "crop_pct", "crop_mode"}
         plain = {name: value for name, value in vars(self).items() if name not in skip}
         plain["scores"] = {
             name: asdict(s) | {"iou": {c: None if math.isnan(v) else v for c, v in s.iou.items()}}
@@ -136,7 +138,7 @@ class Segmentation:
     def _images(self, chosen: Sequence[int], size: tuple[int, int]) -> np.ndarray:
         pixels, sizes = to_canvas([self.source.read(i, max(size)) for i in chosen])
         batch, channels = Batch(pixels, sizes, torch.tensor(chosen)), pixels.shape[1]
-        images = center_view(batch, size, [0.0] * channels, [1.0] * channels, self.crop_pct)
+        images = center_view(batch, size, [0.0] * channels, [1.0] * channels, self.crop_pct, crop_mode=self.crop_mode)
         if self.source.dtype != np.uint8:
             low, high = images.min(), images.max()
             images = (images - low) / (high - low).clamp(min=1e-12)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from residua.data import Batch, DataError, Feed, Preprocessing, Source
+from residua.data.arrays import read_npz
 from residua.data.augment import ImgSize
 from residua.data.feed import OnBadImage
 
@@ -203,14 +204,13 @@ def load_statistics(entry: Entry) -> Statistics | None:
     if not file.exists():
         return None
     try:
-        with np.load(file, allow_pickle=False) as stored:
-            count, mean, cov, written = int(stored["count"]), stored["mean"], stored["cov"], str(stored["checksum"])
-        if checksum(np.vstack([mean, cov])) != written:
+        count, mean, cov, written = (read_npz(file, name) for name in ("count", "mean", "cov", "checksum"))
+        if count is None or mean is None or cov is None or checksum(np.vstack([mean, cov])) != str(written):
             raise ValueError("it is not what was written")
     except Exception as error:  # whatever a damaged archive makes of itself
         entry.cache.note(f"cached statistics in {file} are damaged ({error}); computing them again")
         return None
-    return Statistics(count, torch.from_numpy(mean), torch.from_numpy(cov))
+    return Statistics(int(count), torch.from_numpy(mean), torch.from_numpy(cov))
 
 
 def check_writable(entry: Entry) -> None:
@@ -244,10 +244,10 @@ def published_statistics(spec: object) -> Statistics | None:
     if not isinstance(spec, str) or Path(spec).suffix != ".npz" or not Path(spec).expanduser().is_file():
         return None
     try:
-        with np.load(Path(spec).expanduser(), allow_pickle=False) as stored:
-            if not {"mu", "sigma"} <= set(stored.files):
-                return None
-            mean, cov = (np.asarray(stored[name], np.float64) for name in ("mu", "sigma"))
+        mean, cov = (read_npz(Path(spec).expanduser(), name) for name in ("mu", "sigma"))
+        if mean is None or cov is None:
+            return None
+        mean, cov = np.asarray(mean, np.float64), np.asarray(cov, np.float64)
     except Exception as error:  # whatever a damaged archive makes of itself
         raise DataError(f"{spec} cannot be read, it may be damaged: {first_line(error)}") from error
     if mean.ndim != 1 or cov.shape != (len(mean), len(mean)):

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,9 @@ class Export:
     """Two lines of Python."""
     computing: str
     """The third; the names of `given` are free in it."""
-    given: dict[str, Tensor]
+    given: dict[str, Tensor] = field(repr=False)
     """Inputs, `IMAGES` rows each."""
-    wanted: dict[str, tuple[str, Tensor]]
+    wanted: dict[str, tuple[str, Tensor]] = field(repr=False)
     """Output -> its expression after the snippet, and its value here."""
     libraries: tuple[str, ...]
     """Distributions that the snippet needs."""

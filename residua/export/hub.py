@@ -65,14 +65,14 @@ def write_card(
         f"{_kind(model)}, trained with Residua on `{data}`"
         + (f" for {step:,} steps." if step else "."), "", _shortcuts(model), "",
         f"Images: {height} x {width} px, {pre.in_chans} channels, mean {_round(pre.mean)}, std {_round(pre.std)}, "
-        f"central crop {pre.crop_pct:g}, {pre.interpolation}"
+        f"{'stretched, ' * (pre.crop_mode == 'squash')}central crop {pre.crop_pct:g}, {pre.interpolation}"
         + (" (assumed: the model does not say)." if unprepared(model) else "."), "",
         "## Load it", "",
     ]  # fmt: skip
     for export, result in checked:
         lines += [f"{export.target}:", "", "```python", export.snippet, "```", ""]
         lines += [f"Largest relative difference from the trained model: {result.largest:.1e} ({images}).", ""]
-        lines += [f"{note[0].upper()}{note[1:]}.\n" for note in export.notes]
+        lines += [f"{_sentence(note)}\n" for note in export.notes]
     fetched = "from huggingface_hub import snapshot_download\n" if name else ""
     where = f"snapshot_download({name!r})" if name else repr(str(place))
     lines += ["residua:", "", "```python", f"import residua\n{fetched}model = residua.load({where})"]
@@ -139,8 +139,8 @@ def _scores(run: Path | None) -> list[str]:
         own = [s for s in report.scores if s.subject == MODEL]
         counted = f"{report.n_train:,} training and {report.n_test:,} test images ({report.test})"
         lines += [f"Frozen features, {_short(report.data)}, {counted}, read-out {report.readout}:", ""]
-        lines += ["| score | layer | value |", "|---|---|---|"]
-        lines += [f"| {s.name} | {s.layer} | {s} |" for s in own]
+        lines += ["| score | read-out | layer | value |", "|---|---|---|---|"]
+        lines += [f"| {s.name} | {s.settings.get('readout', report.readout)} | {s.layer} | {s} |" for s in own]
     if run is not None and (run / "finetune.json").exists():
         r = json.loads((run / "finetune.json").read_text())
         low, high = r["interval"]
@@ -165,6 +165,12 @@ def _short(value: Any) -> Any:
     if kind not in _PLACES and not here.is_absolute() and not here.exists():
         return value
     return f"{kind}{colon}{here.name}{mark}{options}"
+
+
+def _sentence(note: str) -> str:
+    """With a capital and a full stop; names of Python stay as they are."""
+    word = note.partition(" ")[0]
+    return f"{note[0].upper() if word.isalpha() else note[0]}{note[1:]}."
 
 
 def _round(values: tuple[float, ...]) -> str:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from residua.adapt.encoder import TimmViT
-from residua.adapt.folder import CROP, EACH, FINAL_NORM
+from residua.adapt.folder import CROP, CROP_MODE, EACH, FINAL_NORM
 from residua.data import Preprocessing
 from residua.export.clean import Export
 from residua.export.fold import ExportError, Folded, fold_resnet, fold_vit, single_eps_difference
@@ -61,7 +61,7 @@ def to_timm(model: nn.Module, out: Path, images: Tensor, where: str) -> Export:
             "fixed_input_size": True,
             "interpolation": pre.interpolation,
             "crop_pct": pre.crop_pct,
-            "crop_mode": "center",
+            "crop_mode": pre.crop_mode,
             "mean": list(pre.mean),
             "std": list(pre.std),
             "num_classes": args["num_classes"],
@@ -154,7 +154,7 @@ def to_transformers(model: nn.Module, out: Path, images: Tensor, where: str) -> 
     pre = preprocessing_of(model)
     write_processor(out, pre)
     height, width = pre.img_size
-    if height != width:
+    if height != width and pre.crop_mode == "center":
         notes.append(f"transformers' processor stretches whole images to {height} x {width}: without the central crop "
                      f"of {pre.crop_pct:g} and the aspect ratio that the model was given")  # fmt: skip
     libraries = ("transformers", "torch")
@@ -300,14 +300,19 @@ def _auto(kind: str, where: str, more: str = "") -> str:
 
 
 def write_processor(out: Path, pre: Preprocessing) -> None:
-    """`preprocessor_config.json`. Square inputs: shorter side, then the centre; others are stretched."""
+    """`preprocessor_config.json`. Square inputs: shorter side, then the centre, unless the model stretches images;
+    others are stretched."""
     height, width = pre.img_size
     config: dict[str, Any] = {
         "do_normalize": True, "do_rescale": True, "do_resize": True, "rescale_factor": 1 / 255,
         "image_mean": list(pre.mean), "image_std": list(pre.std), "resample": _RESAMPLE.get(pre.interpolation, 3),
-        CROP: pre.crop_pct,
+        CROP: pre.crop_pct, CROP_MODE: pre.crop_mode,
     }  # fmt: skip
-    if height == width:
+    if pre.crop_mode == "squash" and pre.crop_pct < 1:
+        size = {"height": round(height / pre.crop_pct), "width": round(width / pre.crop_pct)}
+        config |= {"image_processor_type": "DeiTImageProcessor", "size": size,
+                   "do_center_crop": True, "crop_size": {"height": height, "width": width}}  # fmt: skip
+    elif height == width and pre.crop_mode == "center":
         config |= {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": round(height / pre.crop_pct)},
                    "do_center_crop": True, "crop_size": {"height": height, "width": width},
                    "do_convert_rgb": pre.in_chans == 3}  # fmt: skip

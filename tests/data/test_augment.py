@@ -118,6 +118,8 @@ def test_center_boxes():
     assert center_boxes(sizes, 32).tolist() == [[20, 0, 60, 60], [0, 0, 32, 32], [0, 30, 30, 30]]
     assert center_boxes(sizes, (32, 64)).tolist() == [[35, 0, 30, 60], [8, 0, 16, 32], [0, 15, 30, 60]]
     assert center_boxes(sizes[:1], 32, crop_pct=0.8).tolist() == [[26, 6, 48, 48]]
+    assert center_boxes(sizes, 32, crop_mode="squash").tolist() == [[0, 0, 100, 60], [0, 0, 32, 32], [0, 0, 30, 90]]
+    assert center_boxes(sizes[:1], (32, 8), crop_pct=0.8, crop_mode="squash").tolist() == [[10, 6, 80, 48]]
 
 
 def test_center_view_of_a_fitting_image_only_normalises():

@@ -138,7 +138,8 @@ def test_shrinking_keeps_what_views_need():
     assert decode.shrunk_size(100, 60, 64) == (100, 60)
     assert decode.shrunk_size(512, 512, 64) == (128, 128)
     assert decode.shrunk_size(300, 400, 64) == (128, 171)
-    assert decode.shrunk_size(100, 1000, 64) == (19, 192)
+    assert decode.shrunk_size(100, 1000, 64) == (64, 640)  # the shorter side is what a central crop shows
+    assert decode.shrunk_size(2000, 8, 56) == (2000, 8)
     assert decode.shrunk_size(4000, 3000, None) == (4000, 3000)
 
 

@@ -58,6 +58,26 @@ def test_unreadable_images_and_notes_are_told(tmp_path, capsys):
     assert (found["count"], found["opened"], found["unreadable"]) == (10, 10, 2)
     assert cli.main(["data", "info", f"folder:{tmp_path}"]) == 0
     out = capsys.readouterr().out
-    assert out.count("2 of 10 images opened in train cannot be read") == 1
+    assert out.count("2 of 10 images opened in train cannot be read: a/nan.npy, cover.png") == 1
     assert out.count("note     folder:") == 1
     assert "cover.png" in out
+
+
+def test_many_classes_are_cut_short(tmp_path, capsys):
+    for k in range(30):
+        (tmp_path / f"kind{k:02d}").mkdir()
+        np.save(tmp_path / f"kind{k:02d}" / "1.npy", np.full((8, 8), k / 30, np.float32))
+    assert cli.main(["data", "info", f"folder:{tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) < 20
+    assert "30: kind00, kind01," in out
+    assert "kind09 1, ...\n" in out
+    assert "kind10" not in out
+    assert "mean         0.4833\n" in out
+
+
+def test_each_action_has_its_own_help(capsys):
+    for action, own in (("info", False), ("preview", True)):
+        with pytest.raises(SystemExit):
+            cli.main(["data", action, "--help"])
+        assert ("--augmented" in capsys.readouterr().out) == own

@@ -1,3 +1,5 @@
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -86,7 +88,7 @@ def test_batches_are_drawn_lazily(photos):
 def test_bad_image_stops_and_is_named(photos, resident):
     spoil(photos, 7)
     source = load(f"folder:{photos}").train
-    with pytest.raises(BadImage, match=r"07\.png"):
+    with pytest.raises(BadImage, match=rf"{photos}/07\.png: .*--on-bad-image skip"):
         list(Feed(source, "cpu", img_size=16, resident=resident, workers=1).iterate([torch.arange(12)]))
 
 
@@ -94,7 +96,10 @@ def test_bad_image_stops_and_is_named(photos, resident):
 def test_the_next_readable_image_takes_the_place_of_a_bad_one(photos, resident):
     spoil(photos, 3, 4, 11)
     source = load(f"folder:{photos}").train
-    ours = Feed(source, "cpu", img_size=16, resident=resident, workers=1, on_bad_image="skip")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ours = Feed(source, "cpu", img_size=16, resident=resident, workers=1, on_bad_image="skip")
+    assert len(told) == resident
     assert len(ours) == len(ours.source) == 12
     for _ in range(2):
         batch = next(ours.iterate([torch.tensor([2, 3, 4, 6, 11])]))
@@ -103,7 +108,11 @@ def test_the_next_readable_image_takes_the_place_of_a_bad_one(photos, resident):
     expected = torch.from_numpy(source.read(6).transpose(2, 0, 1).copy())
     assert torch.equal(batch.pixels[3, :, :height, :width], expected)
     assert ours.skipped == 3
-    ours.close()
+    with warnings.catch_warnings(record=True) as later:
+        warnings.simplefilter("always")
+        ours.close()
+    (note,) = told + later
+    assert "3 of 12 train images cannot be read and are skipped: 03.png, 04.png, 11.png" in str(note.message)
 
 
 def test_bad_images_or_not_streaming_equals_resident(photos):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from residua.data import BadImage, DataError, count_shared, load
+from residua.data import BadImage, DataError, Feed, count_shared, load
 from residua.data.errors import DataWarning
 from residua.data.folder import list_images
 
@@ -97,6 +97,46 @@ def test_sixteen_bit_set(tmp_path):
     assert np.array_equal(train.read(1)[..., 0], eight.astype(np.uint16) * 257)
 
 
+def test_floats_beside_integers_must_share_their_range(tmp_path):
+    for k in range(3):
+        put(tmp_path / f"{k}.png")
+    photo = np.asarray(Image.open(tmp_path / "0.png"))
+    np.save(tmp_path / "unit.npy", (photo / 255).astype(np.float32))
+    np.save(tmp_path / "wide.npy", photo.astype(np.float32))
+    with pytest.warns(DataWarning, match=r"unit\.npy is float32 and 0\.png uint8"):
+        train = load(f"folder:{tmp_path}").train
+    np.testing.assert_allclose(train.read(3), photo / 255, atol=1e-6)
+    np.testing.assert_allclose(train.read(0), photo / 255, atol=1e-6)
+    with pytest.raises(BadImage, match=r"wide\.npy: floats from .* beside integer images; expected floats in \[0, 1\]"):
+        train.read(4)
+    for file in tmp_path.glob("*.png"):
+        file.unlink()
+    (tmp_path / "unit.npy").unlink()
+    assert load(f"folder:{tmp_path}").train.read(0).max() > 1  # among themselves floats are what they are
+
+
+def test_another_way_of_decoding_is_another_fingerprint(tmp_path, monkeypatch):
+    put(tmp_path / "1.png")
+    train = load(f"folder:{tmp_path}").train
+    before = train.fingerprint()
+    assert train.fingerprint() == before
+    monkeypatch.setattr("residua.data.folder.VERSION", 1)
+    assert train.fingerprint() != before
+
+
+def test_a_file_of_many_pages_among_photos_is_a_bad_image(tmp_path):
+    for k in range(3):
+        put(tmp_path / f"{k}.png")
+    pages = [Image.fromarray(np.full((8, 8), k, np.uint8)) for k in range(5)]
+    pages[0].save(tmp_path / "pages.tiff", save_all=True, append_images=pages[1:])
+    with pytest.warns(DataWarning, match=r"pages\.tiff has 5 channels where most images have 3: 1 of 4 images"):
+        train = load(f"folder:{tmp_path}").train
+    assert train.channels == 3
+    with pytest.raises(BadImage, match=r"pages\.tiff: 5 channels where the other images have 3 \(--on-bad-image skip"):
+        Feed(train, "cpu", img_size=8)
+    assert Feed(train, "cpu", img_size=8, on_bad_image="skip").skipped == 1
+
+
 def test_many_channels_and_their_confusion(tmp_path):
     put(tmp_path / "1.npy")
     train = load(f"folder:{tmp_path}").train
@@ -107,7 +147,8 @@ def test_many_channels_and_their_confusion(tmp_path):
 
 
 def test_channels_first_arrays_are_recognised(tmp_path):
-    np.save(tmp_path / "1.npy", np.zeros((3, 200, 200), np.uint8))
+    for k in range(3):
+        np.save(tmp_path / f"{k}.npy", np.zeros((3, 200, 200 + k), np.uint8))
     with pytest.raises(DataError, match="channels last"):
         load(f"folder:{tmp_path}")
 

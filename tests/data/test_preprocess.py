@@ -1,9 +1,12 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import resize
 
 from residua.data import BadImage, DataError, Feed, Preprocessing, center_view, load
 from residua.data.preprocess import to_canvas
@@ -37,6 +40,41 @@ def test_same_numbers_as_the_feed_gives(tmp_path):
     torch.testing.assert_close(PRE([tmp_path / f"{k}.jpg" for k in range(3)]), ours, atol=1e-4, rtol=0)
 
 
+def test_squashed_images_are_seen_whole(tmp_path):
+    """As torchvision stretches them, however they come; also those that are too long for the feed's canvas."""
+    squash = replace(PRE, crop_pct=1.0, crop_mode="squash")
+    for k, size in enumerate([(40, 52), (300, 200), (30, 400)]):
+        y, x = np.mgrid[: size[0], : size[1]] / max(size) * 9
+        photo = (np.stack([np.sin(x), np.cos(y), np.sin(x + y)], 2) * 100 + 128).astype(np.uint8)
+        Image.fromarray(photo).save(tmp_path / f"{k}.png")
+    files = [tmp_path / f"{k}.png" for k in range(3)]
+    source = load(f"folder:{tmp_path}").train
+    whole = [torch.from_numpy(source.read(i).copy()).permute(2, 0, 1) / 255 for i in range(3)]
+    expected = torch.stack([resize(x, [24, 24], InterpolationMode.BICUBIC, antialias=True) for x in whole])
+    mean, std = (torch.tensor(values)[:, None, None] for values in (PRE.mean, PRE.std))
+    torch.testing.assert_close(squash(files), (expected - mean) / std, atol=0.1, rtol=0)
+    for resident in (True, False):
+        feed = Feed(source, "cpu", img_size=24, resident=resident, workers=0, squash=True)
+        assert feed.canvas[1] == 72
+        batch = next(feed.iterate([torch.arange(3)]))
+        torch.testing.assert_close(squash.view(batch), squash(files), atol=0.1, rtol=0)
+
+
+def test_long_images_are_seen_at_full_resolution(tmp_path):
+    """Stripes one pixel wide in the output survive; nothing is shrunk below it and blown up again."""
+    stripes = np.zeros((320, 3200, 3), np.uint8)
+    stripes[:, np.arange(3200) // 10 % 2 == 0] = 255
+    Image.fromarray(stripes).save(tmp_path / "long.png")
+    Image.fromarray(stripes[:, 1440:1760]).save(tmp_path / "middle.png")
+    pre = Preprocessing((32, 32), (0.0,) * 3, (1.0,) * 3)
+    middle, long = pre([tmp_path / "middle.png", tmp_path / "long.png"])
+    assert middle.std() > 0.25
+    torch.testing.assert_close(long, middle, atol=0.2, rtol=0)
+    feed = Feed(load(f"folder:{tmp_path}").train, "cpu", img_size=32)
+    assert feed.canvas == (64, 96)
+    torch.testing.assert_close(pre.view(next(feed.iterate([torch.arange(2)])))[0], middle, atol=0.2, rtol=0)
+
+
 def test_channels_are_made_to_fit():
     assert torch.equal(PRE(PHOTO[..., 0]), PRE(PHOTO[..., :1].repeat(3, 2)))
     grey = Preprocessing((24, 24), (0.5,), (0.5,), in_chans=1)
@@ -62,20 +100,28 @@ def test_denormalize_undoes():
 
 
 def test_round_trip_through_json():
-    assert Preprocessing.from_dict(json.loads(json.dumps(PRE.to_dict()))) == PRE
+    for pre in (PRE, replace(PRE, crop_mode="squash")):
+        assert Preprocessing.from_dict(json.loads(json.dumps(pre.to_dict()))) == pre
+    old = {key: value for key, value in PRE.to_dict().items() if key != "crop_mode"}  # as earlier checkpoints have it
+    assert Preprocessing.from_dict(old) == PRE
 
 
 def test_wrong_arguments(tmp_path):
     with pytest.raises(DataError, match="2 values for 3 channels"):
         Preprocessing((8, 8), (0.1, 0.2), (1.0, 1.0, 1.0))
+    with pytest.raises(DataError, match="'border', expected one of center, squash"):
+        replace(PRE, crop_mode="border")  # type: ignore[arg-type]
     with pytest.raises(BadImage, match=r"nothing\.png"):
         PRE(tmp_path / "nothing.png")
     with pytest.raises(DataError, match="no images"):
         PRE([])
 
 
-def test_canvas_shrinks_what_does_not_fit():
+def test_canvas_cuts_what_is_too_long_and_shrinks_what_is_too_large():
     pixels, sizes = to_canvas([PHOTO, PHOTO[:10, :10]], canvas=(20, 30))
     assert pixels.shape == (2, 3, 20, 30)
     assert sizes.tolist() == [[20, 26], [10, 10]]
     assert torch.equal(pixels[1, :, :10, :10], torch.from_numpy(PHOTO[:10, :10].transpose(2, 0, 1).copy()))
+    pixels, _ = to_canvas([PHOTO[:20]], canvas=(20, 30))
+    assert torch.equal(pixels[0], torch.from_numpy(PHOTO[:20, 11:41].transpose(2, 0, 1).copy()))
+    assert to_canvas([PHOTO], canvas=(20, 60), squash=True)[1].tolist() == [[20, 52]]

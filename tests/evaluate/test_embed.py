@@ -5,8 +5,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 
-from residua.data import DataError, Splits
+from residua.data import DataError, Preprocessing, Splits
+from residua.data.errors import DataWarning
 from residua.data.feed import Feed
 from residua.evaluate import embed, extract
 from residua.nn import ViT
@@ -37,6 +39,28 @@ def test_rows_are_written_as_they_come_and_the_file_says_how_it_was_made(
     about = json.loads(file.schema_arrow.metadata[b"residua"])
     assert (about["readout"], about["layers"], about["data"]) == ("tokens", [2], "noise")
     assert about["preprocessing"]["img_size"] == [16, 16]
+
+
+def test_images_that_are_left_out_are_told(vit: ViT, tmp_path: Path) -> None:
+    for k in range(5):
+        Image.fromarray(np.full((16, 16, 3), 40 * k, np.uint8)).save(tmp_path / f"{k}.png")
+    (tmp_path / "2.png").write_bytes((tmp_path / "2.png").read_bytes()[:60])
+    with pytest.warns(DataWarning, match=r"1 of 5 train images cannot be read and are skipped: 2\.png"):
+        out = embed(vit, f"folder:{tmp_path}", tmp_path / "f.parquet", on_bad_image="skip")
+    assert pq.read_table(out)["id"].to_pylist() == ["0.png", "1.png", "3.png", "4.png"]
+
+
+def test_a_model_that_stretches_images_is_fed_whole_ones(vit: ViT, tmp_path: Path) -> None:
+    """Resident images and streamed ones, and those of `model.preprocessing`, are the same."""
+    y, x = np.mgrid[:40, :400] / 60
+    Image.fromarray((np.stack([np.sin(x), np.cos(y), np.sin(x + y)], 2) * 100 + 128).astype(np.uint8)).save(
+        tmp_path / "0.png"
+    )
+    vit.preprocessing = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, crop_mode="squash")
+    table = pq.read_table(embed(vit, f"folder:{tmp_path}", tmp_path / "f.parquet"))
+    with torch.no_grad():
+        expected = vit.eval().forward_features(vit.preprocessing([tmp_path / "0.png"])).mean(1)
+    np.testing.assert_allclose(np.stack(table["layer_2"].to_numpy()), expected.numpy(), atol=0.02)
 
 
 def test_without_labels_the_column_is_empty(vit: ViT, noise: Splits, tmp_path: Path) -> None:

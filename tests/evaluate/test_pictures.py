@@ -148,6 +148,9 @@ def test_an_array_larger_than_the_memory_is_not_unpacked(tmp_path: Path, monkeyp
         open_images(str(tmp_path / "bomb.npz"))
     monkeypatch.setattr(arrays, "free_memory", lambda _: 2_000_000)
     assert len(open_images(str(tmp_path / "bomb.npz"))) == 100
+    np.savez_compressed(tmp_path / "bomb.npz", mu=np.zeros(600), sigma=np.zeros((600, 600)))
+    with pytest.raises(DataError, match=r"bomb\.npz cannot be read.*sigma unpacks to 3 MiB"):
+        published_statistics(str(tmp_path / "bomb.npz"))
 
 
 def test_an_array_under_the_other_name_is_read(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
@@ -151,6 +152,8 @@ def test_truth_is_cut_as_the_model_sees_the_image(vit: ViT, tmp_path: Path) -> N
     (found,), names, absent = read_truth(with_masks(data.train, tmp_path / "masks"), view, 255)
     assert names == ["2", "3", "4", "5", "6", "7"]
     assert np.array_equal(found + 2, bands[:, 20:60])
+    whole = View(replace(view.preprocessing, crop_mode="squash"))
+    assert np.array_equal(read_truth(with_masks(data.train, tmp_path / "masks"), whole, 255)[0][0], bands)
     assert absent == []
 
 

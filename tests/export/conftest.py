@@ -17,10 +17,12 @@ from residua.export import export
 
 TRAINED = {"steps": 30, "lr": 5e-3, "ema": None, "checkpoint_every": 30, "data": "shapes?n=64&size=16&test=20"}
 EVALUATION = {
-    "data": "shapes?n=64", "readout": "tokens", "layers": [3], "img_size": [16, 16], "n_train": 64, "n_test": 20,
+    "data": "shapes?n=64", "readout": "tokens, cls", "layers": [3], "img_size": [16, 16], "n_train": 64, "n_test": 20,
     "test": "test split", "seed": 0,
     "scores": [{"metric": "kNN", "subject": "model", "layer": 3, "value": 61.5, "unit": "%",
-                "settings": {"k": 20, "T": 0.07}},
+                "settings": {"k": 20, "T": 0.07, "readout": "tokens"}},
+               {"metric": "kNN", "subject": "model", "layer": 3, "value": 43.5, "unit": "%",
+                "settings": {"k": 20, "T": 0.07, "readout": "cls"}},
                {"metric": "kNN", "subject": "pixels", "layer": -1, "value": 1.25, "unit": "%",
                 "settings": {"k": 20, "T": 0.07}}],
 }  # fmt: skip

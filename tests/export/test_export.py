@@ -9,10 +9,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from helpers import apart, photo, small_vit
+from PIL import Image
 
 import residua
 from residua.cli import main
@@ -80,9 +82,11 @@ def test_safetensors_is_our_own_file(runs: Any, tmp_path: Path) -> None:
 def test_the_card(plain_hub: Any) -> None:
     card = (plain_hub.out / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\nlibrary_name: timm\n")
-    for text in ("alpha_min = 0.6", "| kNN (k 20, T 0.07) | 3 | 61.5 % |", "local-dir:", "AutoModel", "residua.load",
-                 "relative difference", "lr: 0.005", "shapes?n=64&size=16&test=20", "for 30 steps"):  # fmt: skip
+    for text in ("alpha_min = 0.6", "| kNN (k 20, T 0.07) | tokens | 3 | 61.5 % |", "local-dir:", "AutoModel",
+                 "residua.load", "relative difference", "lr: 0.005", "shapes?n=64&size=16&test=20",
+                 "for 30 steps"):  # fmt: skip
         assert text in card, text
+    assert "| kNN (k 20, T 0.07) | cls | 3 | 43.5 % |" in card
     assert "1.2 %" not in card  # of the pixels
     assert "out:" not in card
 
@@ -114,6 +118,38 @@ def test_cards_keep_folders_to_themselves() -> None:
     assert hub._short("timm:local-dir:runs/a") == "timm:local-dir:a"
     for name in ("hf:zh-plus/tiny-imagenet", "stabilityai/sd-vae-ft-ema", "timm:hf-hub:someone/vit"):
         assert hub._short(name) == name
+
+
+def test_sentences_of_a_card_keep_the_names_of_python() -> None:
+    assert hub._sentence("the head is left out") == "The head is left out."
+    assert hub._sentence("create_model must be told") == "create_model must be told."
+
+
+@pytest.mark.parametrize("crop_pct", [1.0, 0.8])
+def test_a_model_that_stretches_images_does_so_elsewhere(tmp_path: Path, crop_pct: float) -> None:
+    transformers, timm = pytest.importorskip("transformers"), pytest.importorskip("timm")
+    model: Any = small_vit()
+    model.preprocessing = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, crop_pct=crop_pct, crop_mode="squash")
+    y, x = np.mgrid[:48, :96] / 24
+    image = Image.fromarray((np.stack([np.sin(x), np.cos(y), np.sin(x + y)], 2) * 100 + 128).astype(np.uint8))
+    for to, prefix in (("timm", "timm:local-dir:"), ("transformers", "transformers:")):
+        out = tmp_path / to
+        written = export(model, to, out).exports[0][0]
+        assert not any("stretches" in note for note in written.notes)
+        for name in (str(out), f"{prefix}{out}"):
+            loaded: Any = residua.load(name)
+            assert loaded.preprocessing == model.preprocessing
+    stock = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(stock))
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "transformers")
+    for theirs in (transform(image), processor(image, return_tensors="pt")["pixel_values"][0]):
+        assert float((model.preprocessing(image) - theirs).abs().mean()) < 0.03
+    export(model, "hub", tmp_path / "hub")
+    assert f"stretched, central crop {crop_pct:g}" in (tmp_path / "hub" / "README.md").read_text()
+
+
+def test_a_result_is_printed_without_its_tensors(tmp_path: Path) -> None:
+    assert "tensor(" not in repr(export(small_vit(), "timm", tmp_path / "out"))
 
 
 def test_cards_leave_out_all_that_changes_nothing() -> None:

@@ -1,0 +1,150 @@
+"""What a model's folder says about its images, against what the model's own library makes of them."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import residua
+from residua.adapt import folder, open_model
+from residua.data import Preprocessing
+from residua.data.errors import DataWarning
+
+Y, X = np.mgrid[:144, :192] / 40
+PHOTO = Image.fromarray((np.stack([np.sin(X), np.cos(Y), np.sin(X + Y)], 2) * 100 + 128).astype(np.uint8))
+VIT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48, "patch_size": 8}
+
+
+def gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().mean())
+
+
+CUT = {"crop_size": {"height": 32, "width": 32}}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "mode"),
+    [
+        ("ViTImageProcessor", {"size": {"height": 32, "width": 32}}, "squash"),
+        ("SiglipImageProcessor", {"size": {"height": 32, "width": 32}}, "squash"),
+        ("DeiTImageProcessor", {"size": {"height": 40, "width": 40}, **CUT}, "squash"),
+        ("BitImageProcessor", {"size": {"shortest_edge": 40}, **CUT}, "center"),
+        ("ConvNextImageProcessor", {"size": {"shortest_edge": 32}, "crop_pct": 0.8}, "center"),
+        ("ConvNextImageProcessor", {"size": {"shortest_edge": 384}}, "squash"),
+        ("PoolFormerImageProcessor", {"size": {"shortest_edge": 32}, "crop_pct": 0.8, **CUT}, "center"),
+        ("LevitImageProcessor", {"size": {"shortest_edge": 32}, **CUT}, "center"),
+    ],
+)
+def test_images_are_those_of_transformers_processor(name: str, options: dict[str, Any], mode: str, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    processor = getattr(transformers, name)(**options)
+    processor.save_pretrained(tmp_path)
+    theirs = processor(PHOTO, return_tensors="pt")["pixel_values"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pre = folder.preprocessing_in(tmp_path, tuple(theirs.shape[1:]), 3)
+    assert pre is not None
+    assert pre.crop_mode == mode
+    close = gap(pre(PHOTO), theirs)
+    assert close < 0.04
+    other = Preprocessing.from_dict(pre.to_dict() | {"crop_mode": "center" if mode == "squash" else "squash"})
+    assert gap(other(PHOTO), theirs) > 4 * close
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({"feature_extractor_type": "ViTFeatureExtractor", "size": 32}, ("squash", 1.0)),
+        ({"feature_extractor_type": "DeiTFeatureExtractor", "size": 40, "crop_size": 32}, ("squash", 0.8)),
+        ({"feature_extractor_type": "CLIPFeatureExtractor", "size": 40, "crop_size": 32}, ("center", 0.8)),
+        ({"size": {"height": 32}, folder.CROP: 0.7}, ("center", 0.7)),  # an export of earlier days
+    ],
+)
+def test_older_files_of_processors(said: dict[str, Any], found: tuple[str, float]) -> None:
+    pre = folder.from_processor(said, (32, 32), 3)
+    assert (pre.crop_mode, pre.crop_pct) == found
+
+
+@pytest.mark.parametrize(("mode", "crop_pct"), [("squash", 1.0), ("squash", 0.8), ("center", 0.8)])
+def test_images_are_those_of_timms_transform(mode: str, crop_pct: float) -> None:
+    cfg = {"input_size": (3, 32, 32), "crop_mode": mode, "crop_pct": crop_pct}
+    model: Any = open_model("timm:test_vit", pretrained=False, img_size=32, pretrained_cfg_overlay=cfg)
+    pre = model.preprocessing
+    assert (pre.crop_mode, pre.crop_pct) == (mode, crop_pct)
+    theirs = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)(PHOTO)
+    assert gap(pre(PHOTO), theirs) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [({"crop_mode": "border"}, r"padded \(crop_mode border\); taken is a central crop"),
+     ({"interpolation": "lanczos"}, "lanczos interpolation; taken is bicubic")],
+)  # fmt: skip
+def test_what_cannot_be_done_of_timms_is_told(config: dict[str, Any], told: str) -> None:
+    with pytest.warns(DataWarning, match=told):
+        pre = folder.from_timm(config, (32, 32), 3)
+    assert (pre.crop_mode, pre.interpolation) == ("center", "bicubic")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"size": {"shortest_edge": 32}}, "images of any shape"),
+        ({"size": {"height": 32}, "do_pad": True}, "no padding"),
+        ({"size": {"height": 32}, "resample": 1}, "resampling 1"),
+        ({"size": {"shortest_edge": 20}, "crop_size": {"height": 16}}, "images of 16 px, and is built for 32 px"),
+    ],
+)
+def test_what_cannot_be_done_of_transformers_is_told(said: dict[str, Any], told: str) -> None:
+    with pytest.warns(DataWarning, match=told):
+        folder.from_processor(said, (32, 32), 3)
+
+
+def test_a_stretching_model_by_name_and_by_path(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.ViTModel(transformers.ViTConfig(**VIT, image_size=32)).save_pretrained(tmp_path)
+    processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
+    processor.save_pretrained(tmp_path)
+    theirs = processor(PHOTO, return_tensors="pt")["pixel_values"][0]
+    for name in (f"transformers:{tmp_path}", str(tmp_path)):
+        model: Any = residua.load(name)
+        assert gap(model.preprocessing(PHOTO), theirs) < 0.02
+
+
+def test_a_folder_that_says_nothing_gets_the_same_by_name_and_by_path(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.ViTModel(transformers.ViTConfig(**VIT, image_size=32)).save_pretrained(tmp_path)
+    found = []
+    for name in (f"transformers:{tmp_path}", str(tmp_path)):
+        with pytest.warns(UserWarning, match="does not say how images are prepared: taken are ImageNet's"):
+            model: Any = residua.load(name)
+        found.append(model.preprocessing)
+    assert found[0] == found[1]
+    assert found[0].mean == folder.IMAGENET_MEAN
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_channels": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    grey: Any = open_model(f"transformers:{tmp_path}", pretrained=False)
+    assert grey.preprocessing is None
+
+
+def test_a_processor_that_the_hub_does_not_give_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(**VIT, image_size=32)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: config)
+
+    def gone(*_: Any) -> Any:
+        raise OSError("the Hub is out of reach\nand more")
+
+    monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", gone)
+    with pytest.warns(
+        DataWarning, match=r"owner/model does not say .* \(the Hub is out of reach\): taken are ImageNet's"
+    ):
+        model: Any = open_model("transformers:owner/model", pretrained=False)
+    assert model.preprocessing.mean == folder.IMAGENET_MEAN
