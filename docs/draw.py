@@ -259,6 +259,9 @@ def record(prefix: str, runs: Sequence[Path]) -> None:
         (RECORDS / name).mkdir(exist_ok=True)
         for file in ("config.yaml", "environment.json", "evaluation.json", "metrics.jsonl"):
             shutil.copy(run / file, RECORDS / name / file)
+        where = RECORDS / name / "environment.json"
+        kept = {key: value for key, value in json.loads(where.read_text()).items() if key != "cwd"}
+        where.write_text(json.dumps(kept, indent=1))
 
 
 def save(figure: figures.Figure, path: Path) -> Path:

@@ -181,6 +181,78 @@ def test_checkpoint_of_another_architecture_is_named(run, capsys, tmp_path):
     assert "different architecture" in fails(capsys, "pretrain", *args)
 
 
+def test_a_start_says_which_sizes_would_fit(run, capsys, tmp_path):
+    said = fails(capsys, "pretrain", *TINY, "--patch-size", "2", "--init", str(run), "--out", str(tmp_path / "x"))
+    assert "different architecture: patch_size 4 there, 2 here" in said
+    assert "or give --embed-dim 32 --depth 2 --num-heads 2 --patch-size 4 --img-size 16" in said
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Images of two classes, some of them cut short, in both splits."""
+    folder = tmp_path_factory.mktemp("data") / "photos"
+    source = residua.data.load("shapes?n=24&size=16&test=4").train
+    for i in range(24):
+        path = folder / ("train" if i < 16 else "test") / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(source.read(i)).save(path)
+        if i in (0, 16):
+            path.write_bytes(path.read_bytes()[:150])
+    return folder
+
+
+def test_unreadable_images_are_skipped_to_the_end_of_a_run_and_after_it(photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(photos.parent)
+    run, own = str(tmp_path / "run"), ["--data", "folder:photos", "--cpu", "--batch-size", "8"]
+    args = ["pretrain", *TINY, *own, "--eval-every", "1"]
+    assert cli.main([*args, "--on-bad-image", "skip", "--out", run]) == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["n_train"] == 15
+    assert any("eval/kNN" in line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Not drawn" not in page
+    assert "Reconstructions" in page
+    quick = ["--device", "cpu", "--no-cache", "--no-baselines", "--k", "3"]
+    assert cli.main(["evaluate", run, *quick]) == 0  # as the run did
+    for options in (["--on-bad-image", "error"], ["--data", f"folder:{photos}"]):  # unless told; other images
+        assert "cannot read image" in fails(capsys, "evaluate", run, *quick, *options)
+    finetune = ["finetune", run, *own, "--steps", "2", "--out", str(tmp_path / "classes")]
+    assert cli.main([*finetune, "--on-bad-image", "skip"]) == 0, capsys.readouterr().err
+
+
+def test_a_run_whose_images_are_elsewhere_says_from_where_they_are_named(photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(photos.parent)
+    run = str(tmp_path / "run")
+    args = [*TINY, "--data", "folder:photos", "--steps", "1", "--batch-size", "8", "--on-bad-image", "skip"]
+    assert cli.main(["pretrain", *args, "--no-evaluate", "--out", run]) == 0, capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    for command in (["evaluate", run], ["finetune", run], ["pretrain", "--resume", "--out", run, "--cpu"]):
+        said = fails(capsys, *command)
+        assert f"relative to {photos.parent}, where the run was started" in said
+        assert ("give --data" in said) == (command[0] != "pretrain")
+
+
+def test_evaluate_probes_as_pretrain_does(run, tmp_path, capsys):
+    def protocol(path: Path) -> str:
+        scores = json.loads(path.read_text())["scores"]
+        return next(s["settings"]["protocol"] for s in scores if s["metric"] == "linear probe")
+
+    out = tmp_path / "scores.json"
+    args = ["evaluate", str(run), "--device", "cpu", "--no-cache", "--no-baselines", "--out", str(out)]
+    for options, chosen in (([], protocol(run / "evaluation.json")), (["--epochs", "2"], "simple")):
+        assert cli.main([*args, *options]) == 0
+        assert protocol(out) == chosen
+
+
+def test_a_model_by_name_says_that_nothing_is_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    args = ["--weights", "random", "--data", "shapes?n=16&size=32&test=8&classes=2", "--img-size", "32", "--device"]
+    args = ["evaluate", "timm:test_vit", *args, "cpu", "--probe", "none", "--no-cache", "--no-baselines", "--k", "3"]
+    assert cli.main(args) == 0
+    assert "not kept: --out FILE keeps it, for residua compare" in capsys.readouterr().out
+    assert cli.main([*args, "--out", "scores.json"]) == 0
+    assert "not kept" not in capsys.readouterr().out
+
+
 def test_evaluate_needs_a_model(capsys, tmp_path):
     assert "nothing at" in fails(capsys, "evaluate", str(tmp_path / "none"))
     assert "no run and no weights" in fails(capsys, "evaluate", str(tmp_path))
@@ -191,6 +263,31 @@ def test_help_of_every_command():
         with pytest.raises(SystemExit) as left:
             cli.main([name, "--help"])
         assert left.value.code == 0
+
+
+@pytest.mark.parametrize("args", [["recipes"], ["evaluate", "--help"], ["--help"]])
+def test_it_ends_quietly_where_nobody_reads_on(args: list[str]):
+    reading, writing = os.pipe()
+    os.close(reading)
+    call = [sys.executable, "-m", "residua.cli", *args]
+    done = subprocess.run(call, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_the_hubs_library_does_not_tell_of_every_try():
+    code = "import residua.cli, huggingface_hub.utils.logging as log; print(log.get_verbosity() == log.ERROR)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
+def test_another_broken_pipe_is_an_error(capfd, monkeypatch):
+    def breaks(args: list[str]) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("residua.cli.recipes.recipes", breaks)
+    assert cli.main(["recipes"]) == 2
+    assert "Broken pipe" in capfd.readouterr().err
 
 
 def test_wheel_holds_all_that_the_demo_needs(tmp_path):

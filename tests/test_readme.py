@@ -85,6 +85,8 @@ def test_readme_runs_from_top_to_bottom(workdir, monkeypatch, capsys):
         if args[0] == "sweep":  # days of a CPU otherwise
             args[args.index("--seeds") + 1] = "1"
             args += ["--size", "nano", "--steps", "2"]
+        elif args[0] == "pretrain" and not {"mae-tiny-imagenet", "--steps", "--resume"} & {*args}:
+            args += ["--steps", "20"]  # minutes otherwise
         elif "mae-tiny-imagenet" in args:
             args.append("--dry-run")  # hours of a CPU otherwise; everything is checked and three steps are run
         status = cli.main(args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import select
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from .console import console, fail, note
 # Threads that spin while they wait slow each other down a hundredfold where another program wants the cores too.
 # Read when torch is imported, which happens inside the commands.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Where there is no network, the Hub's library tells of every try; what it comes to is told in one line.
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 
 USAGE = """\
 Residua trains, measures and explains residual networks whose shortcuts fade with depth.
@@ -69,8 +72,25 @@ def _part() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    """Entry point; returns the exit status. Where nobody reads on (`residua recipes | head -1`), it ends quietly."""
+    try:
+        try:
+            return _main(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the very end
+        return 141  # as of a program that the signal ends
+
+
+def _unread() -> bool:
+    """Whether what is printed goes into a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return bool(poll.poll(0))
+
+
+def _main(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         console.print(USAGE, markup=False)
         return 0
@@ -92,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return fail("interrupted", 130)
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        if os.environ.get("RESIDUA_DEBUG"):
+        if os.environ.get("RESIDUA_DEBUG") or (isinstance(error, BrokenPipeError) and _unread()):
             raise
         stopped = type(error).__name__ == "TrainingStopped"
         hint = (

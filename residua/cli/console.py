@@ -6,7 +6,7 @@ import webbrowser
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,8 +16,14 @@ if TYPE_CHECKING:
     from residua.data import Splits
     from residua.train.session import Session
 
-console = Console(highlight=False, soft_wrap=True)
-errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class _Terminal(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # to `main`, which ends quietly
+
+
+console = _Terminal(highlight=False, soft_wrap=True)
+errors = _Terminal(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Bar:
@@ -100,12 +106,18 @@ def open_any(model: str, weights: str | None = None, size: tuple[int, int] | Non
 
 def data_of(model: str) -> str:
     """What a run was trained on."""
-    from residua.train.options import trained_on
+    from residua.train.options import check_place, trained_on
 
     found = trained_on(model)
     if found is None:
         raise ValueError(f"{model} does not say which images to use: add --data")
+    check_place(model, found)
     return found
+
+
+def quickest_probe(device: str) -> Literal["simple", "lbfgs"]:
+    """One layer after the other to its optimum suits a CPU; many small steps for all layers at once, a GPU."""
+    return "lbfgs" if device == "cpu" else "simple"
 
 
 def dry_run(session: Session[Any, Any]) -> None:

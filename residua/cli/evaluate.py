@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import console, data_of, device_of, img_size, layers, note, open_any, warn_shared
+from .console import console, data_of, device_of, img_size, layers, note, open_any, quickest_probe, say, warn_shared
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class EvaluateOptions:
     """Source of images; default: what the run was trained on."""
     knn: bool = True
     """Weighted nearest neighbours."""
-    probe: Literal["lbfgs", "simple", "cached", "mae", "none"] = "simple"
-    """Linear probe: lbfgs (the optimum, fast), simple (one view), cached (the paper's, 4 views), mae (He et al.'s)."""
+    probe: Literal["auto", "lbfgs", "simple", "cached", "mae", "none"] = "auto"
+    """Linear probe: lbfgs (the optimum, fast), simple (one view), cached (the paper's, 4 views), mae (He et al.'s);
+    auto, as at the end of residua pretrain: lbfgs on a CPU, else simple; with --epochs or --learning-rates simple."""
     rank: bool = True
     """Entropy rank and RankMe."""
     geometry: bool = False
@@ -61,8 +62,9 @@ class EvaluateOptions:
     """Of the held-out part, the subsets and the random encoder."""
     baselines: bool = True
     """Score the untrained encoder and raw pixels too."""
-    on_bad_image: Literal["error", "skip"] = "error"
-    """What to do about an unreadable image."""
+    on_bad_image: Literal["error", "skip"] | None = None
+    """What to do about an unreadable image; default: what the run did, on the images that it was trained on, else
+    error."""
     cache: bool = True
     """Keep features on disk, so that the next evaluation of the same weights on the same images starts at once."""
     cache_dir: str | None = None
@@ -71,9 +73,12 @@ class EvaluateOptions:
     """Run the encoder in bfloat16: faster on a GPU, slightly different features."""
     out: str | None = None
     """JSON file; default: in the run, evaluation.json for the images that it was trained on (with --limit, if there is
-    none yet), else evaluation-NAME.json."""
+    none yet), else evaluation-NAME.json. Of what is no run nothing is kept without it."""
     device: str | None = None
     """cuda, cpu, ...; default: the best there is."""
+
+
+_NOT_KEPT = "not kept: --out FILE keeps it, for residua compare"
 
 
 def evaluate(args: list[str]) -> None:
@@ -86,7 +91,7 @@ def evaluate(args: list[str]) -> None:
     device: str | None = device_of(o.device)
     model = open_any(o.model, o.weights, img_size(o.img_size))
     spec = o.data or data_of(o.model)
-    where = _where(o, spec)
+    where, chosen = _where(o, spec), _chosen(o, spec, device_of(o.device))
     splits = residua.data.load(spec)
     accelerator = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -96,16 +101,15 @@ def evaluate(args: list[str]) -> None:
         device = o.device  # each process has its own unless told
     cache = FeatureCache(_cache_folder(o.model, o.cache_dir), note) if o.cache else None
     if is_diffusion(model):
-        return _evaluate_diffusion(o, where, model, splits, device, accelerator, cache)
+        return _evaluate_diffusion(o, where, model, splits, device, accelerator, cache, chosen)
     if o.times:
         raise ValueError("--times is for diffusion models: there is no noise in what this one sees")
     report = evaluate(
-        model, splits, knn=o.knn, probe=None if o.probe == "none" else o.probe, rank=o.rank,
-        geometry=o.geometry, shots=o.shots, layers=layers(o.layers or ("last",)),
+        model, splits, knn=o.knn, rank=o.rank, geometry=o.geometry, shots=o.shots, layers=layers(o.layers or ("last",)),
         readout=o.readout, k=o.k, temperature=o.temperature, learning_rates=o.learning_rates or None,
         weight_decays=o.weight_decays or None, epochs=o.epochs, img_size=img_size(o.img_size), batch_size=o.batch_size,
-        limit=o.limit, seed=o.seed, baselines=o.baselines, bf16=o.bf16, on_bad_image=o.on_bad_image,
-        device=device, accelerator=accelerator, cache=cache, progress=_probing,
+        limit=o.limit, seed=o.seed, baselines=o.baselines, bf16=o.bf16,
+        device=device, accelerator=accelerator, cache=cache, progress=_probing, **chosen,
     )  # fmt: skip
     if accelerator is not None and not accelerator.is_main_process:
         return
@@ -115,8 +119,17 @@ def evaluate(args: list[str]) -> None:
     console.print(report.table())
     if (geometry := report.geometry_table()) is not None:
         console.print(geometry)
-    if where is not None:
-        console.print(f"written: {report.save(where)}", markup=False)
+    say(_NOT_KEPT if where is None else f"written: {report.save(where)}")
+
+
+def _chosen(o: EvaluateOptions, spec: str, device: str) -> dict[str, Any]:
+    """The probe by the device, and what the run did about unreadable images, if these are its own; unless told."""
+    from residua.train.options import setting_of, trained_on
+
+    stepwise = o.epochs is not None or o.learning_rates  # which lbfgs has none of
+    probes = {"auto": "simple" if stepwise else quickest_probe(device.partition(":")[0]), "none": None}
+    own = setting_of(o.model, "on_bad_image") if trained_on(o.model) == spec else None
+    return {"probe": probes.get(o.probe, o.probe), "on_bad_image": o.on_bad_image or own or "error"}
 
 
 def _where(o: EvaluateOptions, spec: str) -> Path | None:
@@ -144,7 +157,14 @@ def _where(o: EvaluateOptions, spec: str) -> Path | None:
 
 
 def _evaluate_diffusion(
-    o: EvaluateOptions, where: Path | None, model: Any, splits: Any, device: str | None, accelerator: Any, cache: Any
+    o: EvaluateOptions,
+    where: Path | None,
+    model: Any,
+    splits: Any,
+    device: str | None,
+    accelerator: Any,
+    cache: Any,
+    chosen: dict[str, Any],
 ) -> None:
     """Layers x noise levels: a table of each score, heat maps of accuracies, JSON."""
     from residua.evaluate.diffusion import MARKED, TIMES, best, evaluate_diffusion, grid, grid_table
@@ -156,11 +176,11 @@ def _evaluate_diffusion(
         if given:
             raise ValueError(f"{name} is not for diffusion models: leave it out")
     report = evaluate_diffusion(
-        model, splits, times=o.times or TIMES, layers=layers(o.layers or ("all",)), knn=o.knn,
-        probe=None if o.probe == "none" else o.probe, rank=o.rank, k=o.k, temperature=o.temperature,
+        model, splits, times=o.times or TIMES, layers=layers(o.layers or ("all",)), knn=o.knn, rank=o.rank,
+        k=o.k, temperature=o.temperature,
         learning_rates=o.learning_rates or None, weight_decays=o.weight_decays or None, epochs=o.epochs,
         baselines=o.baselines, batch_size=o.batch_size, device=device, limit=o.limit,
-        seed=o.seed, bf16=o.bf16, on_bad_image=o.on_bad_image, accelerator=accelerator, cache=cache,
+        seed=o.seed, bf16=o.bf16, accelerator=accelerator, cache=cache, **chosen,
     )  # fmt: skip
     if accelerator is not None and not accelerator.is_main_process:
         return
@@ -173,8 +193,8 @@ def _evaluate_diffusion(
         layer, noise = best(report)
         console.print(f"linear probe {report.value('linear probe'):.1f} % at layer {layer}, {noise}", markup=False)
     if where is None:
-        return
-    console.print(f"written: {report.save(where)}", markup=False)
+        return say(_NOT_KEPT)
+    say(f"written: {report.save(where)}")
     for metric in [metric for metric in MARKED if metric in measured]:
         picture = where.with_name(f"{where.stem}-{metric.split()[-1].lower()}.png")
         drawn = noise_heatmap(grid(report, metric), best(report, metric), f"{metric} (%)")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from residua.recipes.arguments import settings
 
-from .console import Bar, announce, console, decoding, dry_run, note, typed, warn_shared
+from .console import Bar, announce, console, decoding, dry_run, note, quickest_probe, typed, warn_shared
 
 if TYPE_CHECKING:
     from residua.train.health import Health
@@ -47,10 +47,11 @@ def _scores_while_training(model: Any, session: Pretraining, health: Health) -> 
     report = evaluate(
         model,
         session.splits,
-        probe=_quickest_probe(session),
+        probe=quickest_probe(session.accelerator.device.type),
         baselines=False,
         neighbors=0,
         limit=10_000,
+        on_bad_image=session.machine.on_bad_image,
         accelerator=session.accelerator,
     )
     for text in health.check_rank(report.value("entropy rank"), model.encoder.embed_dim):
@@ -59,17 +60,14 @@ def _scores_while_training(model: Any, session: Pretraining, health: Health) -> 
     return {f"eval/{s.metric.replace(' ', '_')}": s.value for s in report.scores if s.layer in (-1, report.layers[-1])}
 
 
-def _quickest_probe(session: Pretraining) -> Literal["simple", "lbfgs"]:
-    """One layer after the other to its optimum suits a CPU; many small steps for all layers at once, a GPU."""
-    return "lbfgs" if session.accelerator.device.type == "cpu" else "simple"
-
-
 def _closing_words(model: Any, session: Pretraining) -> None:
     from residua.evaluate import evaluate
     from residua.report import run_report
 
-    probe = _quickest_probe(session)
-    report = evaluate(model, session.splits, probe=probe, layers="all", accelerator=session.accelerator)
+    report = evaluate(
+        model, session.splits, probe=quickest_probe(session.accelerator.device.type), layers="all",
+        on_bad_image=session.machine.on_bad_image, accelerator=session.accelerator,
+    )  # fmt: skip
     if not session.accelerator.is_main_process:
         return
     run = session.run

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .console import console, note, say, show
+from .console import console, data_of, note, say, show
 from .sweep_options import (
     baseline_of,
     check_base,
@@ -104,18 +104,27 @@ def _sweep(folder: Path, kind: Any, base: str, given: Mapping[str, list[str]], o
     } | {"kind": kind}
     options["evaluate"] = evaluate_options(after, given) if kind == "diffuse" else []
     options["score"] = score_options(own["score"], kind, given) if own["score"] is not None else []
-    start = _start(own)
+    start, check = _start(own), _open_data if own["on"] is None else (lambda plan: None)
     args = ([base] if base else []) + fixed
     if name:
         engine.checked(folder, args, {**grid, name: values}, **options)
         seeds = {"seed": grid["seed"]} if "seed" in grid else {}
         cell = {key: [value] for key, value in baseline.items()}
-        plan = engine.plan(folder, args, {**cell, name: values, **seeds}, **options)
+        plan = engine.plan(folder, args, {**cell, name: values, **seeds}, check=check, **options)
         _carry_out(plan, start)
         grid[name] = [_best(plan, name, values)]
-    plan = engine.plan(folder, args, grid, **options)
+    plan = engine.plan(folder, args, grid, check=check, **options)
     _carry_out(plan, start)
     _conclude(plan, baseline, own["open"] is not None)
+
+
+def _open_data(plan: Any) -> None:
+    """Open the images of all runs that are waiting, so that what is wrong with them is told once, before any begins."""
+    from residua.data import load
+
+    waiting = [plan.shared | trial.settings for trial in plan.trials if trial.status != "done"]
+    for spec in dict.fromkeys(data_of(s["model"]) if s["data"] == "auto" else s["data"] for s in waiting):
+        load(spec)
 
 
 def _carry_out(plan: Any, start: Any) -> None:

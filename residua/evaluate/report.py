@@ -210,7 +210,7 @@ class Report:
 
 
 def _uncertainty(metric: str, scores: list[Score]) -> list[str]:
-    """A line on the score to quote: its interval, and the top-5 accuracy where there is one."""
+    """A line on the score to quote: which it is, where there are several; its interval, and its top-5 accuracy."""
     known = [s for s in scores if "interval" in s.settings]
     if not known:
         return []
@@ -220,7 +220,17 @@ def _uncertainty(metric: str, scores: list[Score]) -> list[str]:
     top5 = s.settings.get("top5")
     if top5 is not None and not math.isnan(top5):
         parts.append(f"top-5 {top5:.1f} %")
-    return [f"{metric}, {s.value:.1f} %: " + ", ".join(parts)]
+    return [f"{metric}{_which(s, known)}, {s.value:.1f} %: " + ", ".join(parts)]
+
+
+def _which(score: Score, among: list[Score]) -> str:
+    """k, layer and read-out of a score, as far as others have another."""
+
+    def words(s: Score) -> tuple[str, ...]:
+        return f"k {s.settings.get('k')}", f"layer {s.layer}", s.settings.get("readout", "")
+
+    told = [own for own, *all_of_them in zip(words(score), *map(words, among)) if len(set(all_of_them)) > 1]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def finite(value: Any) -> Any:

@@ -95,14 +95,21 @@ class Sweep:
         os.replace(part, self.folder / "sweep.json")
 
 
-def plan(folder: Path, fixed: Sequence[str], grid: Mapping[str, Sequence[str]], **options: Any) -> Sweep:
+def plan(
+    folder: Path,
+    fixed: Sequence[str],
+    grid: Mapping[str, Sequence[str]],
+    *,
+    check: Callable[[Sweep], None] = lambda sweep: None,
+    **options: Any,
+) -> Sweep:
     """Every combination of the grid's values, and what an earlier call finished.
 
-    `options` are fields of `Sweep`. All settings are read as the runs themselves will read them, before anything is
-    written. Every trial has a value for each setting that is swept, in this call or an earlier one, and a seed; one
-    that an earlier call has, however it was typed, keeps its folder. A folder that holds another sweep is refused;
-    more values, settings or seeds of the same one are welcome, and so are scores of its samples. The folder belongs to
-    this process until it ends or releases its lock.
+    `options` are fields of `Sweep`. All settings are read as the runs themselves will read them, and `check` may refuse
+    the sweep, before anything is written. Every trial has a value for each setting that is swept, in this call or an
+    earlier one, and a seed; one that an earlier call has, however it was typed, keeps its folder. A folder that holds
+    another sweep is refused; more values, settings or seeds of the same one are welcome, and so are scores of its
+    samples. The folder belongs to this process until it ends or releases its lock.
     """
     sweep, config = checked(folder, fixed, grid, **options)
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,6 +126,7 @@ def plan(folder: Path, fixed: Sequence[str], grid: Mapping[str, Sequence[str]], 
     sweep.shared = {name: text for name, text in sweep.shared.items() if name not in swept}
     for trial in sweep.trials:
         trial.status, trial.error = "done" if sweep.done(trial) else "waiting", ""
+    check(sweep)
     sweep.save()
     return sweep
 

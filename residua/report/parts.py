@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from residua import data
-from residua.data import DataError, Splits
-from residua.data.source import evenly
+from residua.data import BadImage, DataError, Source, Splits
+from residua.data.source import evenly, threaded
 from residua.evaluate import Report
 from residua.evaluate.dynamics import NORM, Dynamics, norm_history
 from residua.evaluate.maps import BASES, Basis, feature_norms, project_classes, sample_images
@@ -19,6 +19,7 @@ from residua.report import curves, figures, gallery, pictures
 from residua.report.page import Cell, Page
 from residua.report.runs import SUBJECTS, Run, by_depth, headline, interval_cell, name_cell, protocol, score_cell
 from residua.train.checkpoint import CheckpointError, checkpoints, load
+from residua.train.options import check_place
 
 METRICS = {
     "kNN": "%", "few-shot kNN": "%", "linear probe": "%", "entropy rank": "nats", "RankMe": "", "accuracy": "%",
@@ -27,6 +28,7 @@ METRICS = {
 }  # fmt: skip
 _PLANE_IMAGES = 400  # a second of t-SNE on one core
 _HISTORY = 3  # checkpoints that make a history
+_LOOKED_AT = 1024  # images tried, where unreadable ones are left out
 
 
 def scores(page: Page, evaluation: Report) -> None:
@@ -206,10 +208,28 @@ def load_data(run: Run, missing: list[str]) -> Splits | None:
     """The run's images, or a sentence about why there are none."""
     assert run.config is not None
     try:
+        check_place(run.path, run.config.data.data)
         return data.load(run.config.data.data)
     except (DataError, OSError, ImportError, ValueError) as error:
         missing.append(f"No pictures: the images of {run.name} cannot be opened ({error})")
         return None
+
+
+def readable(splits: Splits) -> Splits:
+    """Of an even sample of the images those that can be read, to draw pictures of."""
+
+    def part(source: Source) -> Source:
+        def reads(i: int) -> bool:
+            try:
+                source.read(i, target=256)
+            except BadImage:
+                return False
+            return True
+
+        sample = evenly(len(source), _LOOKED_AT)
+        return source.subset(i for i, good in zip(sample, threaded(reads, sample)) if good)
+
+    return Splits(splits.name, part(splits.train), None if splits.test is None else part(splits.test))
 
 
 def settings_text(value: Any) -> str:

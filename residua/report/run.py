@@ -44,11 +44,12 @@ def run_report(
         parts.scores(page, evaluation)
         parts.depth_figures(page, {MODEL: evaluation})
     if model is not None and splits is not None:
+        drawn = parts.readable(splits) if found.config.machine.on_bad_image == "skip" else splits
         with parts.attempt(page):
-            parts.norms(page, {MODEL: found.path}, {MODEL: model}, splits, Dynamics())
-        parts.look(page, {MODEL: model}, splits)
+            parts.norms(page, {MODEL: found.path}, {MODEL: model}, drawn, Dynamics())
+        parts.look(page, {MODEL: model}, drawn)
         with parts.attempt(page):
-            parts.plane(page, {MODEL: model}, splits)
+            parts.plane(page, {MODEL: model}, drawn)
     if evaluation is not None and splits is not None:
         with parts.attempt(page):
             parts.neighbors(page, {MODEL: evaluation}, splits)

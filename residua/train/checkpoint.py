@@ -172,12 +172,8 @@ def load(path: str | Path, *, ema: bool = True, weights: str | Path | None = Non
         model: Any = _build(described, file)
         load_weights(model, load_file(file), what=str(file))
     else:
-        raw, written = read_state(file), config_of(file.parent)
-        try:
-            state = translate(raw)
-            config = infer_config(state, written.get("num_attention_heads"), img_size_in(written))
-        except ValueError as error:
-            raise CheckpointError(f"{file}: {error}") from error
+        written = config_of(file.parent)
+        state, config = _published(file, written)
         config |= _beyond_shapes(written, config)
         if not config.get("final_norm", True):
             state = {key: value for key, value in state.items() if not key.startswith("encoder.norm.")}
@@ -197,12 +193,35 @@ def load(path: str | Path, *, ema: bool = True, weights: str | Path | None = Non
     return model.eval()
 
 
-def _build(described: dict[str, Any], file: Path) -> Any:
-    """The model that a header describes, with what belongs to it beside its weights."""
+def _published(file: Path, written: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights of other projects under our names, and the model that their shapes show."""
+    raw = read_state(file)
+    try:
+        state = translate(raw)
+        return state, infer_config(state, written.get("num_attention_heads"), img_size_in(written))
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def model_config(path: str | Path) -> dict[str, Any]:
+    """What model weights are of, as keywords of `create_model`: from their header, or read off their shapes."""
+    file = weights_file(Path(path).expanduser())
+    described = _read_description(file)
+    return _published(file, config_of(file.parent))[1] if described is None else _described(described, file)
+
+
+def _described(described: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The keywords of `create_model` in a header."""
     config = described.get("model")
     # `weights` is no part of an architecture: it would have others fetched, or read from another file
     if not isinstance(config, dict) or "name" not in config or "weights" in config:
         raise CheckpointError(f"{file} is none of our files, or broken: its header describes no model")
+    return config
+
+
+def _build(described: dict[str, Any], file: Path) -> Any:
+    """The model that a header describes, with what belongs to it beside its weights."""
+    config = _described(described, file)
     try:
         model = create_model(**config)
         _attach(model, described)
@@ -257,13 +276,17 @@ def load_training(checkpoint: Path) -> dict[str, Any]:
 
 
 def initialize(model: nn.Module, path: str | Path) -> None:
-    """Start `model` from other weights: the encoder, and the decoder where it is the same; else a warning says so."""
+    """Start `model` from other weights: the encoder, and the decoder where it is the same; else a warning says so.
+
+    Alphas are the model's own, but for learned ones, which go on from those of the weights.
+    """
     file = weights_file(Path(path).expanduser())
     state = {k: v for k, v in translate(read_state(file)).items() if k.startswith(("encoder.", "decoder."))}
     own = model.state_dict()
     same = {k for k in state if k.startswith("decoder.")} == {k for k in own if k.startswith("decoder.")}
     same = same and all(state[k].shape == own[k].shape for k in state if k.startswith("decoder."))
-    state.pop("encoder.shortcut.alpha", None)  # this run's schedule, not the other's
+    if "encoder.shortcut.alpha" not in dict(model.named_parameters()):  # a schedule: this run's, not the other's
+        state.pop("encoder.shortcut.alpha", None)
     load_weights(model, state if same else {k: v for k, v in state.items() if not k.startswith("decoder.")},
                  what=str(file), encoder_only=not same)  # fmt: skip
     if not same:

@@ -32,7 +32,7 @@ from residua.train.finetune_config import (
 from residua.train.loop import Objective
 from residua.train.machine import count_parameters, training_flops
 from residua.train.optim import UNDECAYED, Groups
-from residua.train.options import DataConfig, trained_on
+from residua.train.options import DataConfig, check_place, trained_on
 from residua.train.session import (
     Lines,
     Session,
@@ -301,8 +301,9 @@ def _source_name(config: Finetune) -> str:
     if config.data.data != "auto":
         return config.data.data
     found = trained_on(config.network.model) if config.network.model else None
-    if found is None:
+    if config.network.model is None or found is None:
         raise ValueError(f"{config.network.model or 'the model'} does not say which images to use: add --data")
+    check_place(config.network.model, found)
     return found
 
 

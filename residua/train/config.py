@@ -71,14 +71,16 @@ class ModelConfig:
 @dataclass(frozen=True)
 class PretrainOptim(OptimConfig):
     """Optimisation: AdamW, linear warm-up, cosine to zero. Learning rate by itself: 3e-4 * 384 / width *
-    sqrt(batch / 256); the paper: base_lr 1.5e-4. Batch by itself: 256 on a GPU, 64 on a CPU."""
+    sqrt(batch / 256); the paper: base_lr 1.5e-4. Batch by itself: 256 on a GPU, 64 on a CPU. Length by itself: 3,000
+    steps or more on a GPU, 1,500 on a CPU, however few the images."""
 
     weight_decay: float = 0.05
     """On matrices; biases, norms, tokens and learned alphas have none."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's."""
     init: str | None = None
-    """Start from these weights: a run, a checkpoint, or a published MAE file."""
+    """Start from these weights: a run, a checkpoint, or a published MAE file. Sizes, patch size and shortcuts that are
+    not given are then those of its model, of a published file alpha 1; with other shortcuts features change at once."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +108,12 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     n, gpu = len(source), device != "cpu"
     check_images(config, n)
     o = config.optim
-    batch = (256 if gpu else 64) if o.batch_size == "auto" else o.batch_size
-    batch = min(batch, n)
-    epochs = o.epochs
+    batch = min((256 if gpu else 64) if o.batch_size == "auto" else o.batch_size, n)
+    epochs, fewest = o.epochs, 1
     if epochs == "auto":
-        budget, least, most = (5_000_000, 100, 800) if gpu else (150_000, 5, 60)
+        budget, least, most, fewest = (5_000_000, 100, 800, 3000) if gpu else (150_000, 5, 60, 1500)
         epochs = float(min(most, max(least, round(budget / n))))
-    steps = o.steps or math.ceil(epochs * n / batch)
+    steps = o.steps or max(fewest, math.ceil(epochs * n / batch))
     outside = _outside(config.model)
     size: Any = ("small" if gpu else "nano") if config.model.size == "auto" else config.model.size
     if outside and config.model.size == "auto":

@@ -76,7 +76,7 @@ def _first_output(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and hardware, for the record."""
+    """Versions, hardware and the working folder, for the record."""
     import accelerate
     import timm
     import torchvision
@@ -95,4 +95,5 @@ def environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if gpu else [],
         "cuda": torch.version.cuda,
+        "cwd": os.getcwd(),
     }

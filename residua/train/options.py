@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import asdict, dataclass, fields, replace
@@ -195,15 +196,38 @@ def _check_kind(path: Path, own: dict[str, Any]) -> None:
         raise ValueError(f"{path} has the settings of {theirs}, not of {ours}")
 
 
+def run_of(model: str | Path) -> Path | None:
+    """The run that a path is, or that a checkpoint belongs to; None where there is none."""
+    path = Path(model).expanduser()
+    runs = (p for p in (path, *path.parents) if (p / "checkpoints").is_dir() and (p / "config.yaml").is_file())
+    return next(runs, None)
+
+
+def setting_of(model: str | Path, name: str) -> str | None:
+    """A setting in words of the run that a model belongs to; None where there is no run, or it does not say."""
+    run = run_of(model)
+    found = None if run is None else read_flat(run / "config.yaml").get(name)
+    return found if isinstance(found, str) else None
+
+
 def trained_on(model: str | Path) -> str | None:
     """The source of images that a run, or the run of a checkpoint, was trained on; None where there is no run."""
-    path = Path(model).expanduser()
-    for folder in (path, *path.parents):
-        if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
-            found = read_flat(folder / "config.yaml").get("data")
-            if isinstance(found, str):
-                return found
-    return None
+    return setting_of(model, "data")
+
+
+def check_place(model: str | Path, spec: str, remedy: str = "give --data, or call this from there") -> None:
+    """Where the images of a run are not there, relative to this folder, say which folder they are relative to."""
+    kind, _, name = spec.partition("?")[0].partition(":")
+    path, run = Path(name).expanduser(), run_of(model)
+    if kind not in ("folder", "parquet", "imagenet") or run is None or path.is_absolute() or path.exists():
+        return
+    try:
+        cwd = json.loads((run / "environment.json").read_text())["cwd"]
+    except (OSError, ValueError, KeyError, TypeError):  # of a run that does not say
+        return
+    raise ValueError(
+        f"{spec}: {path} does not exist here; it is relative to {cwd}, where the run was started: {remedy}"
+    )
 
 
 def _number(value: Any) -> Any:

@@ -29,6 +29,7 @@ from residua.train.session import (
     run_folder,
     slug,
 )
+from residua.train.start import as_in, check_shape, tell_shortcuts
 
 
 class Reconstruction:
@@ -96,7 +97,8 @@ class Pretraining(Session[Pretrain, MAE]):
 def prepare(config: Pretrain, progress: data.feed.Progress | None = None, given: Collection[str] = ()) -> Pretraining:
     """Check and choose everything before anything is trained.
 
-    Where a run is resumed, `given` names settings that are meant even if they have their default value.
+    Where a run is resumed or starts from weights, `given` names settings that are meant even if they have their
+    default value.
     """
     if config.machine.resume:
         config = resumed(config, given)
@@ -104,7 +106,10 @@ def prepare(config: Pretrain, progress: data.feed.Progress | None = None, given:
     accelerator = open_accelerator(config.machine)
     with accelerator.local_main_process_first():  # which downloads what is not there
         splits = data.load(config.data.data)
-    device = accelerator.device
+    device, init = accelerator.device, config.optim.init
+    there = ckpt.model_config(init) if init and not config.machine.resume else None
+    if there is not None:
+        config = as_in(config, there, given)
     config = resolve(config, splits.train, device.type)
     side, batch = config.data.img_size, config.optim.batch_size
     assert isinstance(side, int)
@@ -114,8 +119,11 @@ def prepare(config: Pretrain, progress: data.feed.Progress | None = None, given:
     torch.set_float32_matmul_precision("high")
     begun = bool(config.machine.resume and folder and ckpt.checkpoints(folder))
     model = build_model(config, splits.train.channels, begun)
-    if config.optim.init and not begun:
-        ckpt.initialize(model, config.optim.init)
+    if init and there is not None:
+        check_shape(model, init, there)
+        tell_shortcuts(model, config, there)
+    if init and not begun:
+        ckpt.initialize(model, init)
     run = None
     if not config.machine.dry_run:
         run = run_folder(config.machine, slug(config.data.data), accelerator)

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from torch import Tensor, nn
 
+from residua.adapt import is_name
 from residua.data import Feed, Preprocessing, Source, Splits
 from residua.data.feed import Progress
 from residua.lock import claim, held, release
@@ -25,7 +26,7 @@ from residua.train import checkpoint as ckpt
 from residua.train.loop import Hooks, Loop, Objective
 from residua.train.machine import activation_bytes, count_parameters, device_name, environment
 from residua.train.optim import Groups, Settings
-from residua.train.options import Config, MachineConfig
+from residua.train.options import Config, MachineConfig, check_place
 
 C = TypeVar("C", bound=Config)
 M = TypeVar("M", bound=nn.Module)
@@ -267,9 +268,10 @@ def _taken(path: Path, resume: bool) -> str:
 
 
 def slug(spec: str) -> str:
-    """A name for a run folder from a source of images or a model."""
+    """A name for a run folder from a source of images or a model, which keeps the library that it is of."""
     tail = spec.split("?")[0].rstrip("/").split(":")[-1].split("/")[-1]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", tail) or "run"
+    library = spec.partition(":")[0] + "-" if is_name(spec) else ""
+    return library + re.sub(r"[^A-Za-z0-9._-]+", "-", tail) or "run"
 
 
 def resumed(given: C, names: Collection[str] = ()) -> C:
@@ -286,6 +288,7 @@ def resumed(given: C, names: Collection[str] = ()) -> C:
         raise ValueError(f"there is no run to resume at {path.parent}: {path.name} is missing")
     saved = type(given).read(path)
     fresh, before, now = type(given)().settings(), saved.settings(), given.settings()
+    check_place(folder, before["data"], "call this from there")
     orchestration = {f.name for f in fields(machine)}
     # what was asked for then is known as what it came to: whole steps, a batch no larger than the data
     images = round(before["steps"] * before["batch_size"] / before["epochs"])

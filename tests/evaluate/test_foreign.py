@@ -140,7 +140,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(
         ["anatomy", "timm:test_vit", *common, "--top", "3", "--images", "2", "--split", "test", "--token", "0"]
     ) in (0, None)
-    assert Path("anatomy-test_vit/anatomy.html").exists()
+    assert Path("anatomy-timm-test_vit/anatomy.html").exists()
 
 
 def test_what_cannot_be_read_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

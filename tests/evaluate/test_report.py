@@ -1,3 +1,4 @@
+import itertools
 import json
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def test_several_read_outs_have_a_row_each_and_the_caption_tells_the_uncertainty
     labels = ["layer 5, tokens", "layer 5, cls *", "random init, 5, tokens", "random init, 5, cls", "pixels"]
     assert list(table.columns[0].cells) == labels
     assert list(table.columns[1].cells) == ["55.0 %", "56.0 %", "55.0 %", "56.0 %", "55.0 %"]
-    assert "probe, 56.0 %: 95 % interval 51.0 to 61.0 (Wilson), top-5 91.0 %" in str(table.caption)
+    assert "probe (cls), 56.0 %: 95 % interval 51.0 to 61.0 (Wilson), top-5 91.0 %" in str(table.caption)
     assert "settings and read-out (*) from 10% held out" in str(table.caption)
     assert r.value("linear probe") == 56.0
     assert r.value("linear probe", readout="tokens") == 55.0
@@ -100,3 +101,16 @@ def test_reports_written_before_intervals_are_still_read() -> None:
     again = Report.from_dict(json.loads(json.dumps(old)))
     assert again.value("kNN", k=20) == report().value("kNN", k=20)
     assert list(again.table().columns[0].cells) == list(report().table().columns[0].cells)
+
+
+def test_the_score_to_quote_is_named_where_there_are_several() -> None:
+    def caption(ks: tuple[int, ...], readouts: tuple[str, ...], layers: list[int]) -> str:
+        r = Report("photos", ", ".join(readouts), layers, (32, 32), 1000, 200, "test split", seed=3)
+        for layer, readout, k in itertools.product(layers, readouts, ks):
+            settings = {"k": k, "T": 0.07, "readout": readout, "interval": [30.0, 40.0]}
+            r.scores.append(Score("kNN", "model", layer, 37.5, "%", settings))
+        return str(r.table().caption)
+
+    assert "kNN, 37.5 %: 95 % interval" in caption((20,), ("cls",), [5])
+    assert "kNN (k 1, tokens), 37.5 %: 95 % interval" in caption((1, 20), ("tokens", "cls"), [5])
+    assert "kNN (layer 5), 37.5 %: 95 % interval" in caption((20,), ("cls",), [4, 5])

@@ -137,3 +137,18 @@ def test_a_settings_file_says_what_it_is_of(tmp_path: Path) -> None:
     for kind, text in (("pretrain", "mask_ratio: 0.5"), ("diffuse", "process: vp"), ("finetune", "mixup: 0.1")):
         (tmp_path / "own.yaml").write_text(text)
         assert kind_of(str(tmp_path / "own.yaml")) == kind
+
+
+def test_images_that_are_not_there_are_told_once_and_before_any_run(
+    tmp_path: Path, pretend, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = ["sweep", "--alpha-min", "1.0", "0.5", "--out", "sweep", "--data"]
+    for args in ([*sweep, "parquet:nowhere"], [*sweep, "shapes", "parquet:nowhere"]):
+        assert cli.main(args) == 2
+        said = capsys.readouterr()
+        assert said.err.count("parquet:nowhere: nowhere does not exist") == 1
+        assert "failed" not in said.out
+        assert pretend.names == []
+    assert cli.main([*sweep, "shapes?n=8&size=8&test=4"]) == 0  # the folder is still free
+    assert len(pretend.names) == 2

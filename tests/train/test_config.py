@@ -11,7 +11,7 @@ from residua import alphas, data
 from residua.train.config import Pretrain, build_model, resolve
 from residua.train.diffuse_config import Diffuse
 from residua.train.finetune_config import Finetune
-from residua.train.options import auto_alpha, trained_on
+from residua.train.options import auto_alpha, check_place, trained_on
 
 
 def chosen(device: str = "cpu", n: int = 1000, size: int = 32, **settings: Any) -> dict[str, Any]:
@@ -95,10 +95,33 @@ def test_every_setting_has_a_name_of_its_own() -> None:
     assert len(Pretrain().settings()) == sum(len(fields(group)) for group in groups)
 
 
+def test_a_run_says_where_its_relative_images_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints" / "step-0000001").mkdir(parents=True)
+    for spec in ("folder:photos", "parquet:photos?label=x", "imagenet:photos"):
+        Pretrain().override(data=spec).save(tmp_path / "config.yaml")
+        check_place(tmp_path, spec)  # of a run that does not say
+    (tmp_path / "environment.json").write_text('{"cwd": "/the/start"}')
+    for spec in ("folder:photos", "parquet:photos?label=x", "imagenet:photos"):
+        with pytest.raises(ValueError, match=r"photos does not exist here; it is relative to /the/start"):
+            check_place(tmp_path / "checkpoints" / "step-0000001", spec)
+    for spec in ("shapes?n=2", "hf:photos", "folder:/photos"):
+        check_place(tmp_path, spec)
+    (tmp_path / "photos").mkdir()
+    check_place(tmp_path, "folder:photos")
+
+
+@pytest.mark.parametrize(("device", "steps"), [("cpu", 1500), ("cuda", 3000)])
+def test_a_few_images_are_trained_on_for_as_long_as_it_takes(device: str, steps: int) -> None:
+    got = chosen(device, 45)
+    assert (got["steps"], got["batch_size"], got["epochs"]) == (steps, 45, steps)
+    assert chosen(device, 45, epochs=60.0)["steps"] == 60  # unless told
+
+
 @pytest.mark.parametrize(
     ("n", "device", "epochs"),
     [
-        (1_000, "cpu", 60), (10_000, "cpu", 15), (1_000_000, "cpu", 5),
+        (2_000, "cpu", 60), (10_000, "cpu", 15), (1_000_000, "cpu", 5),
         (1_000, "cuda", 800), (25_000, "cuda", 200), (1_281_167, "cuda", 100),
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Counts of work and memory against what can be counted by hand."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -68,3 +69,4 @@ def test_environment_is_plain_values() -> None:
     written = json.loads(json.dumps(machine.environment()))
     assert written["torch"] == torch.__version__
     assert written["residua"]
+    assert written["cwd"] == os.getcwd()

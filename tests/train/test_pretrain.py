@@ -352,7 +352,7 @@ def test_what_is_left_of_other_weights_is_said(tmp_path: Path) -> None:
     assert torch.equal(session.model.encoder.cls_token, loaded.encoder.cls_token)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        prepare(small(init=str(tmp_path / "plain"), decoder="plain"))
+        prepare(small(init=str(tmp_path / "plain"), decoder="plain", anneal=0.0))
 
 
 def test_classes_are_those_of_labels() -> None:
