@@ -30,8 +30,7 @@ from residua.adapt.folder import (
     EACH,
     FINAL_NORM,
     HALVES,
-    IMAGENET_MEAN,
-    IMAGENET_STD,
+    assumed,
     config_of,
     img_size_in,
     preprocessing_in,
@@ -344,13 +343,8 @@ def _beyond_shapes(written: dict[str, Any], known: dict[str, Any]) -> dict[str, 
 def _preprocessing(file: Path, config: dict[str, Any]) -> Preprocessing | None:
     """Of weights that are not ours: as their folder says, or ImageNet's where nothing does."""
     found = preprocessing_in(file.parent, config["img_size"], config["in_chans"])
-    if found is not None or config["in_chans"] != 3:
+    if found is not None:
         return found
-    if config["name"] in ("uvit", "sit"):
+    if config["name"] in ("uvit", "sit") and config["in_chans"] == 3:
         return Preprocessing(config["img_size"], HALVES, HALVES)
-    warnings.warn(
-        f"{file} does not say how images are prepared: taken are ImageNet's mean and std and a central crop of 0.875; "
-        "set model.preprocessing where that is wrong",
-        stacklevel=3,
-    )
-    return Preprocessing(config["img_size"], IMAGENET_MEAN, IMAGENET_STD, crop_pct=0.875)
+    return assumed(file, config["img_size"], config["in_chans"])
