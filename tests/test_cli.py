@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from PIL import Image
 
 import residua
 from residua import cli
+from residua.cli.console import typed
 
 TINY = """
 --data shapes?n=48&size=16&test=16 --size nano --depth 2 --embed-dim 32 --num-heads 2 --decoder-embed-dim 32
@@ -279,6 +281,21 @@ def test_the_hubs_library_does_not_tell_of_every_try():
     code = "import residua.cli, huggingface_hub.utils.logging as log; print(log.get_verbosity() == log.ERROR)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
+
+
+def test_settings_count_as_given_where_they_are_typed_or_in_a_file(tmp_path):
+    file = tmp_path / "s.yaml"
+    file.write_text("shortcut:\n  schedule: linear\nseed: 3\n")
+    assert typed([str(file), "--alpha-min", "0.7", "--no-flip", "--lr=1e-3"]) == {
+        "schedule", "seed", "alpha_min", "flip", "lr"
+    }  # fmt: skip
+    assert typed(["mae-shapes", "--steps", "3"]) == {"steps"}
+    assert typed([]) == set()
+
+
+def test_output_that_the_shell_closed_is_no_error():
+    call = f"{shlex.quote(sys.executable)} -m residua.cli --version >&-"
+    assert subprocess.run(["sh", "-c", call], check=False, stderr=subprocess.PIPE).returncode == 0
 
 
 def test_another_broken_pipe_is_an_error(capfd, monkeypatch):

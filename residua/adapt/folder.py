@@ -106,7 +106,7 @@ def _crop(found: Mapping[str, Any], img_size: tuple[int, int]) -> tuple[CropMode
         return "squash", min(1.0, cut / side) if cropped else 1.0
     if edge and not cropped:
         _instead("", "images of any shape", "a central crop")
-    return "center", min(1.0, cut / edge) if edge else 1.0
+    return "center", min(1.0, cut / edge) if edge and cropped else 1.0
 
 
 def _instead(value: str, asked: str, taken: str = "") -> Any:

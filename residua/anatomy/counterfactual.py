@@ -30,6 +30,7 @@ import torch
 import residua.data
 from residua.evaluate.finetune import finetune
 from residua.train.checkpoint import load, write_text
+from residua.train.session import LOCK
 
 from .alignment import Gauge
 from .study import Look, sources_of, study
@@ -184,7 +185,8 @@ def _check_folder(case: Case, home: Path) -> bool:
     asked = json.loads(json.dumps(case.settings))
     written = home / "case.json"
     if not (home / "config.yaml").exists():  # its training has not begun
-        if home.exists() and any(path.name != written.name for path in home.iterdir()):
+        made = {written.name, LOCK, "checkpoints"}
+        if home.exists() and any(path.name not in made for path in home.iterdir()):
             raise ValueError(f"{home} is no network of a counterfactual: choose another --out")
         home.mkdir(parents=True, exist_ok=True)
         write_text(written, json.dumps(asked, indent=1))

@@ -77,14 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _main(list(sys.argv[1:] if argv is None else argv))
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # nor is it, where the shell closed it
+                sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the very end
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the very end
         return 141  # as of a program that the signal ends
 
 
 def _unread() -> bool:
     """Whether what is printed goes into a pipe that nobody reads any more."""
+    if sys.stdout is None or not hasattr(select, "poll"):
+        return True
     poll = select.poll()
     poll.register(sys.stdout, 0)
     return bool(poll.poll(0))

@@ -63,9 +63,14 @@ class Bar:
 
 
 def typed(args: Sequence[str]) -> set[str]:
-    """Names of the settings that stand in arguments as `--name`, `--name=value` or `--no-name`."""
+    """Names of the settings that stand in arguments as `--name`, `--name=value` or `--no-name`, or in a settings file
+    that is the first of them."""
+    from residua.train.options import read_flat
+
     flags = (arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--"))
-    return {flag.removeprefix("no_") for flag in flags}
+    file = Path(args[0]).expanduser() if args else Path()
+    written = read_flat(file) if file.suffix in (".yaml", ".yml") and file.is_file() else {}
+    return {flag.removeprefix("no_") for flag in flags} | written.keys()
 
 
 def layers(given: tuple[str, ...]) -> Any:

@@ -23,8 +23,9 @@ def diffuse(args: list[str]) -> None:
     from residua.train.diffuse_config import Diffuse
     from residua.train.loop import replace_metrics
 
+    given = typed(args)  # before a settings file is taken from them
     config = settings(Diffuse, args, "diffuse", "Train a diffusion model whose identity shortcuts fade with depth.")
-    session = prepare(config, decoding, typed(args))
+    session = prepare(config, decoding, given)
     main = announce(session)
     if session.config.machine.dry_run:
         return dry_run(session)

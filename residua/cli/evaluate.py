@@ -123,13 +123,17 @@ def evaluate(args: list[str]) -> None:
 
 
 def _chosen(o: EvaluateOptions, spec: str, device: str) -> dict[str, Any]:
-    """The probe by the device, and what the run did about unreadable images, if these are its own; unless told."""
-    from residua.train.options import setting_of, trained_on
-
+    """The probe by the device, and what the run did about unreadable images; unless told."""
     stepwise = o.epochs is not None or o.learning_rates  # which lbfgs has none of
     probes = {"auto": "simple" if stepwise else quickest_probe(device.partition(":")[0]), "none": None}
-    own = setting_of(o.model, "on_bad_image") if trained_on(o.model) == spec else None
-    return {"probe": probes.get(o.probe, o.probe), "on_bad_image": o.on_bad_image or own or "error"}
+    return {"probe": probes.get(o.probe, o.probe), "on_bad_image": o.on_bad_image or _bad_images(o.model, spec)}
+
+
+def _bad_images(model: str, spec: str) -> Any:
+    """What the run did about unreadable images, if these are its own."""
+    from residua.train.options import setting_of, trained_on
+
+    return (setting_of(model, "on_bad_image") if trained_on(model) == spec else None) or "error"
 
 
 def _where(o: EvaluateOptions, spec: str) -> Path | None:
@@ -240,8 +244,9 @@ class EmbedOptions:
     """Another image size, SIDE or HEIGHT WIDTH; positions are interpolated."""
     batch_size: int = 256
     """Images at once."""
-    on_bad_image: Literal["error", "skip"] = "error"
-    """What to do about an unreadable image."""
+    on_bad_image: Literal["error", "skip"] | None = None
+    """What to do about an unreadable image; default: what the run did, on the images that it was trained on, else
+    error."""
     device: str | None = None
     """cuda, cpu, ...; default: the best there is."""
 
@@ -258,6 +263,7 @@ def embed(args: list[str]) -> None:
         raise ValueError(f"{o.model} is a diffusion model, which embed does not read: residua evaluate scores it")
     path = residua.evaluate.embed(
         model, o.data, o.out, layers=layers(o.layers), readout=o.readout,
-        img_size=img_size(o.img_size), batch_size=o.batch_size, on_bad_image=o.on_bad_image, device=device,
+        img_size=img_size(o.img_size), batch_size=o.batch_size, device=device,
+        on_bad_image=o.on_bad_image or _bad_images(o.model, o.data),
     )  # fmt: skip
     console.print(f"written: {path}", markup=False)

@@ -19,8 +19,9 @@ def finetune(args: list[str]) -> None:
     from residua.train import Hooks
     from residua.train.classify import prepare
 
+    given = typed(args)  # before a settings file is taken from them
     config = finetune_settings(args)
-    session = prepare(config, load=lambda spec, seed: labelled(load(spec), seed), progress=decoding, given=typed(args))
+    session = prepare(config, load=lambda spec, seed: labelled(load(spec), seed), progress=decoding, given=given)
     main = announce(session)
     if main:
         warn_shared(session.splits)

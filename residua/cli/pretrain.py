@@ -19,10 +19,11 @@ def pretrain(args: list[str]) -> None:
     from residua.train import Hooks, Pretrain, fit, prepare
     from residua.train.health import Health
 
+    given = typed(args)  # before a settings file is taken from them
     config = settings(
         Pretrain, args, "pretrain", "Pretrain a masked autoencoder whose identity shortcuts fade with depth."
     )
-    session = prepare(config, decoding, typed(args))
+    session = prepare(config, decoding, given)
     main = announce(session)
     if main:
         warn_shared(session.splits)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from residua.data import decode
 from residua.data.augment import Batch, ImgSize, pair
 from residua.data.errors import BadImage, DataError, some, tell
-from residua.data.preprocess import to_canvas
+from residua.data.preprocess import canvas_for, to_canvas
 from residua.data.room import cores, free_memory
 from residua.data.source import Source
 
@@ -248,11 +248,8 @@ class _Decoder(Dataset[Any]):
 
 
 def canvas_of(source: Source, target: int) -> tuple[int, int]:
-    """(height, width) that holds the probed images after shrinking, at most (3 target)^2 pixels."""
-    sizes = np.array([decode.shrunk_size(int(h), int(w), target) for h, w in source.sizes()])
-    height, width = (int(side) for side in sizes.max(axis=0))
-    most = 3 * target
-    return (height, width) if height * width <= most**2 else (min(height, most), min(width, most))
+    """(height, width) that holds the probed images after shrinking, within bounds."""
+    return canvas_for([decode.shrunk_size(int(h), int(w), target) for h, w in source.sizes()], target)
 
 
 def _loader(decoder: _Decoder, workers: int, *, pin: bool = False, batches: Iterable[Tensor] = ()) -> DataLoader[Any]:

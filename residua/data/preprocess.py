@@ -76,7 +76,7 @@ class Preprocessing:
         if not images:
             raise DataError("no images given")
         arrays = [self._read(image) for image in images]
-        pixels, sizes = to_canvas(arrays)
+        pixels, sizes = to_canvas(arrays, max(self.img_size), squash=self.crop_mode == "squash")
         batch = Batch(pixels, sizes, torch.arange(len(arrays)))
         return self.view(batch)
 
@@ -97,17 +97,24 @@ class Preprocessing:
             raise BadImage(where, error) from error
 
 
+def canvas_for(sizes: Any, target: int) -> tuple[int, int]:
+    """(height, width) that holds images of these sizes, at most (3 target)^2 pixels for views of `target` pixels."""
+    height, width = (int(side) for side in np.max(np.asarray(sizes), axis=0))
+    most = 3 * target
+    return (height, width) if height * width <= most**2 else (min(height, most), min(width, most))
+
+
 def to_canvas(
-    images: Sequence[np.ndarray], canvas: tuple[int, int] | None = None, squash: bool = False
+    images: Sequence[np.ndarray], canvas: tuple[int, int] | int, squash: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(H, W, C) arrays as one (B, C, H, W) tensor with their sizes (B, 2).
 
-    uint8 stays so if all are; otherwise float32 in [0, 1]. The canvas is as large as the largest image unless
-    given. An image larger than that is shrunk until its central square fits, and what still sticks out is cut off;
-    with `squash` each side is shrunk to fit instead.
+    uint8 stays so if all are; otherwise float32 in [0, 1]. The canvas may be given by the side of the views to come: it
+    is then `canvas_for` that. An image larger than the canvas is shrunk until its central square fits, and what still
+    sticks out is cut off; with `squash` each side is shrunk to fit instead.
     """
-    if canvas is None:
-        canvas = (max(image.shape[0] for image in images), max(image.shape[1] for image in images))
+    if isinstance(canvas, int):
+        canvas = canvas_for([image.shape[:2] for image in images], canvas)
     images = [_fit(image, *canvas, squash) for image in images]
     plain = all(image.dtype == np.uint8 for image in images)
     if plain and all(image.shape[:2] == canvas for image in images):

@@ -34,7 +34,7 @@ def preview(
         img_size = min(height, 192), min(width, 192)
     index = evenly(len(source), n)
     target = img_size if isinstance(img_size, int) else max(img_size)
-    pixels, sizes = to_canvas([source.read(i, target) for i in index])
+    pixels, sizes = to_canvas([source.read(i, target) for i in index], target)
     batch = Batch(pixels, sizes, torch.tensor(index))
     mean, std = [0.0] * source.channels, [1.0] * source.channels
     if augmented:

@@ -61,7 +61,7 @@ def neighbor_images(source: Source, neighbors: Neighbors, img_size: int = 64, in
     """
     rows = torch.cat([neighbors.queries[:, None], neighbors.indices], 1)
     numbers = (rows if index is None else index[rows]).flatten().tolist()
-    pixels, sizes = to_canvas([source.read(i, img_size) for i in numbers])
+    pixels, sizes = to_canvas([source.read(i, img_size) for i in numbers], img_size)
     mean, std = [0.0] * source.channels, [1.0] * source.channels
     images = center_view(Batch(pixels, sizes, torch.tensor(numbers)), img_size, mean, std)
     return images.unflatten(0, rows.shape)

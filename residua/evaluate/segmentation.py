@@ -136,7 +136,9 @@ class Segmentation:
         return path
 
     def _images(self, chosen: Sequence[int], size: tuple[int, int]) -> np.ndarray:
-        pixels, sizes = to_canvas([self.source.read(i, max(size)) for i in chosen])
+        pixels, sizes = to_canvas(
+            [self.source.read(i, max(size)) for i in chosen], max(size), squash=self.crop_mode == "squash"
+        )
         batch, channels = Batch(pixels, sizes, torch.tensor(chosen)), pixels.shape[1]
         images = center_view(batch, size, [0.0] * channels, [1.0] * channels, self.crop_pct, crop_mode=self.crop_mode)
         if self.source.dtype != np.uint8:

@@ -264,24 +264,23 @@ def _best_columns(
     train: FeatureSet, ks: Sequence[int], temperature: float, device: torch.device, seed: int
 ) -> dict[int, tuple[str, int]]:
     """k -> the read-out and layer where held-out training images are told best; nothing where there is no choice."""
-    gone = _collapsed(train)
-    columns = [column for column in _columns(train) if column not in gone]
+    columns = _columns(train)
     if len(columns) < 2 or train.targets.bincount().max() < 2:
         return {}
     least, most = HELD_OUT
     kept, held = split(train.targets, min(max(0.1, least / len(train)), most / len(train), 0.5), seed)
     sides = train.subset(kept), train.subset(held)
     counts = {n: min(n, len(kept)) for n in ks}
-    found = {
-        (readout, layer): knn_score(
-            *(side.of(readout).only(layer) for side in sides),
-            k=sorted({*counts.values()}),
-            temperature=temperature,
-            device=device,
-        )
-        for readout, layer in columns
-    }
-    return {n: max(columns, key=lambda column: found[column][fewer].accuracy) for n, fewer in counts.items()}
+    found = {}
+    for readout, layer in columns:
+        own = [side.of(readout).only(layer) for side in sides]
+        try:
+            found[readout, layer] = knn_score(
+                *own, k=sorted({*counts.values()}), temperature=temperature, device=device
+            )
+        except CollapsedError:
+            continue
+    return {n: max(found, key=lambda column: found[column][fewer].accuracy) for n, fewer in counts.items() if found}
 
 
 def probe_features(subjects: Subjects, protocol: Protocol, options: dict[str, Any]) -> dict[str, ProbeResult | None]:

@@ -263,6 +263,7 @@ def _pictures(page: Page, runs: Sequence[Run], measured: Dynamics, basis: Basis)
             continue
         alphas[run.name] = stream(model).alphas.detach().tolist()
         if splits is not None:
+            splits = parts.drawable(run, splits)
             key: _Key = (spec, model.encoder.img_size, model.patch_size, model.mask_ratio)
             group = alike.setdefault(key, _Alike(splits))
             group.models[run.name] = model

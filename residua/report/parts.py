@@ -215,8 +215,10 @@ def load_data(run: Run, missing: list[str]) -> Splits | None:
         return None
 
 
-def readable(splits: Splits) -> Splits:
-    """Of an even sample of the images those that can be read, to draw pictures of."""
+def drawable(run: Run, splits: Splits) -> Splits:
+    """The images, or where the run skips unreadable ones those that can be read among an even sample of them."""
+    if run.config is None or run.config.machine.on_bad_image != "skip":
+        return splits
 
     def part(source: Source) -> Source:
         def reads(i: int) -> bool:

@@ -44,7 +44,7 @@ def run_report(
         parts.scores(page, evaluation)
         parts.depth_figures(page, {MODEL: evaluation})
     if model is not None and splits is not None:
-        drawn = parts.readable(splits) if found.config.machine.on_bad_image == "skip" else splits
+        drawn = parts.drawable(found, splits)
         with parts.attempt(page):
             parts.norms(page, {MODEL: found.path}, {MODEL: model}, drawn, Dynamics())
         parts.look(page, {MODEL: model}, drawn)

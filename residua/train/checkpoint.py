@@ -283,7 +283,8 @@ def initialize(model: nn.Module, path: str | Path) -> None:
     state = {k: v for k, v in translate(read_state(file)).items() if k.startswith(("encoder.", "decoder."))}
     own = model.state_dict()
     same = {k for k in state if k.startswith("decoder.")} == {k for k in own if k.startswith("decoder.")}
-    same = same and all(state[k].shape == own[k].shape for k in state if k.startswith("decoder."))
+    placed = {"decoder.pos_embed"}  # goes with the size of images, and is not learned
+    same = same and all(state[k].shape == own[k].shape for k in state if k.startswith("decoder.") and k not in placed)
     if "encoder.shortcut.alpha" not in dict(model.named_parameters()):  # a schedule: this run's, not the other's
         state.pop("encoder.shortcut.alpha", None)
     load_weights(model, state if same else {k: v for k, v in state.items() if not k.startswith("decoder.")},

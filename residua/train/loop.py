@@ -7,9 +7,11 @@ import math
 import shutil
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -41,6 +43,8 @@ Objective = Callable[[nn.Module, Batch, Tensor], Tensor]
 """(model, batch, epoch of each image) -> loss, a mean over the batch. An objective that lets neighbours in the batch
 have a part in each other says by its attribute `together` how many must not be separated."""
 Record = dict[str, Any]
+PATIENCE = timedelta(hours=2)
+"""That processes have for one that downloads images or looks at the model."""
 
 
 class TrainingStopped(RuntimeError):
@@ -54,7 +58,8 @@ class Hooks:
     on_record: Callable[[Record], None] = lambda record: None
     on_message: Callable[[str], None] = print
     every: int | None = None
-    """Call `on_interval` each so many steps, and not at the last. If it fails, that is told and training goes on."""
+    """Call `on_interval` each so many steps, and not at the last. If it fails, that is told and training goes on, but
+    for a `TrainingStopped`."""
     on_interval: Callable[[int, nn.Module], Record | None] = lambda step, model: None
     averaged: bool = False
     """Hand `on_interval` the moving average of the model, where one is kept."""
@@ -117,7 +122,8 @@ class Loop:
         self.recorded = Recorded(self._update, self.hooks.on_message) if self._recordable() else None
         self.shortcut = shortcuts(model)
         self.health = Health(settings.steps)
-        self.meeting: Any = dist.new_group(backend="gloo") if world > 1 and self.hooks.every else None
+        together = world > 1 and self.hooks.every
+        self.meeting: Any = dist.new_group(backend="gloo", timeout=PATIENCE) if together else None
         self.peak = peak_flops(self.device, settings.precision)
         self.step = 0
 
@@ -253,7 +259,7 @@ class Loop:
                 leave = self._leave(interrupt) and not last
                 if save or leave:
                     self.save()
-                if evaluate and (found := self._look()):
+                if evaluate and not leave and (found := self._look()):
                     record |= found
                     self._write(record, replace_metrics)
                 self._tell(record)
@@ -318,7 +324,11 @@ class Loop:
         if failed:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # memory may be what it lacked
-            hooks.on_message(f"the preview or evaluation at step {self.step:,} failed, training goes on: {failed}")
+            text = f"the preview or evaluation at step {self.step:,} failed, training goes on: {failed}"
+            if self.accelerator.is_main_process:
+                hooks.on_message(text)
+            else:  # others are silent, but nobody else knows of this
+                warnings.warn(f"process {self.accelerator.process_index}: {text}", stacklevel=2)
         self.model.train()
         self._meet(failed)
         return found or {}

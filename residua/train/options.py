@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hin
 
 import yaml
 
+from residua.adapt.names import is_name
 from residua.nn.shortcut import Branches, Control, Decay, Per, Schedule
 from residua.train.checkpoint import write_text
 
@@ -198,6 +199,8 @@ def _check_kind(path: Path, own: dict[str, Any]) -> None:
 
 def run_of(model: str | Path) -> Path | None:
     """The run that a path is, or that a checkpoint belongs to; None where there is none."""
+    if is_name(model):
+        return None
     path = Path(model).expanduser()
     runs = (p for p in (path, *path.parents) if (p / "checkpoints").is_dir() and (p / "config.yaml").is_file())
     return next(runs, None)
@@ -233,7 +236,10 @@ def check_place(model: str | Path, spec: str, remedy: str = "give --data, or cal
 def _number(value: Any) -> Any:
     """`1e-4` is text to YAML 1.1, which asks for `1.0e-4`; nobody else does."""
     numeric = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
-    return float(value) if numeric else value
+    if not numeric:
+        return value
+    number = float(value)
+    return int(number) if number.is_integer() else number
 
 
 def _is(value: Any, kind: Any) -> bool:

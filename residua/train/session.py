@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from datetime import date, timedelta
+from datetime import date
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,7 +23,7 @@ from residua.data import Feed, Preprocessing, Source, Splits
 from residua.data.feed import Progress
 from residua.lock import claim, held, release
 from residua.train import checkpoint as ckpt
-from residua.train.loop import Hooks, Loop, Objective
+from residua.train.loop import PATIENCE, Hooks, Loop, Objective
 from residua.train.machine import activation_bytes, count_parameters, device_name, environment
 from residua.train.optim import Groups, Settings
 from residua.train.options import Config, MachineConfig, check_place
@@ -33,7 +33,6 @@ M = TypeVar("M", bound=nn.Module)
 Lines = list[tuple[str, str]]
 LOCK = ".lock"
 """File of a run folder that its process holds."""
-_PATIENCE = timedelta(hours=2)  # that processes have for one that downloads images or looks at the model
 
 
 @dataclass
@@ -123,9 +122,9 @@ def fit(session: Session[Any, M], hooks: Hooks | None = None) -> M:
                 loop.resume()
         loop.fit()
     finally:
+        session.close()
         for tracker in session.accelerator.trackers:
             tracker.finish()
-        session.close()
     return session.model.eval()
 
 
@@ -156,7 +155,7 @@ def out_folder(machine: MachineConfig) -> Path | None:
 def open_accelerator(machine: MachineConfig) -> Accelerator:
     trackers = _trackers(machine)
     folder = out_folder(machine) or "runs"
-    patience = InitProcessGroupKwargs(timeout=_PATIENCE)
+    patience = InitProcessGroupKwargs(timeout=PATIENCE)
     return Accelerator(cpu=machine.cpu, log_with=trackers or None, project_dir=folder, kwargs_handlers=[patience])
 
 

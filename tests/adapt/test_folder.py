@@ -99,6 +99,7 @@ def test_what_cannot_be_done_of_timms_is_told(config: dict[str, Any], told: str)
         ({"size": {"shortest_edge": 32}}, "images of any shape"),
         ({"size": {"height": 32}, "do_pad": True}, "no padding"),
         ({"size": {"height": 32}, "resample": 1}, "resampling 1"),
+        ({"size": {"shortest_edge": 60, "longest_edge": 80}}, "images of any shape"),
         ({"size": {"shortest_edge": 20}, "crop_size": {"height": 16}}, "images of 16 px, and is built for 32 px"),
     ],
 )

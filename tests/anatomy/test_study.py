@@ -182,6 +182,9 @@ def test_a_network_that_failed_before_training_does_not_keep_its_folder(tmp_path
     wrong, right = (plan("decay", alphas=(0.5,), data="digits?classes=2", **QUICK | {"width": w}) for w in (0, 8))
     with pytest.raises(ValueError, match=r"width .*0"):
         run(wrong, tmp_path, LOOK)
+    home = tmp_path / right[0].name
+    (home / "checkpoints").mkdir(exist_ok=True)  # as where getting ready fails later than that
+    (home / ".lock").touch()
     assert run(right, tmp_path, LOOK)[0].case == right[0]
 
 

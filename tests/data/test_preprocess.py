@@ -117,6 +117,14 @@ def test_wrong_arguments(tmp_path):
         PRE([])
 
 
+def test_long_images_do_not_make_a_canvas_without_bounds():
+    tall, wide = np.zeros((2000, 40, 3), np.uint8), np.zeros((40, 2000, 3), np.uint8)
+    pixels, sizes = to_canvas([tall, wide], 32)
+    assert pixels.shape == (2, 3, 96, 96)
+    assert sizes.tolist() == [[96, 40], [40, 96]]
+    assert to_canvas([PHOTO, PHOTO[:10]], 32)[0].shape[2:] == PHOTO.shape[:2]  # as large as the largest, within bounds
+
+
 def test_canvas_cuts_what_is_too_long_and_shrinks_what_is_too_large():
     pixels, sizes = to_canvas([PHOTO, PHOTO[:10, :10]], canvas=(20, 30))
     assert pixels.shape == (2, 3, 20, 30)

@@ -231,3 +231,6 @@ def test_held_out_training_images_choose_the_layer_of_knn() -> None:
     assert any(s.settings.get("chosen") for s in scored(images(12, 0).subset(torch.arange(11)), [2, 4, 7]).scores)
     alone = FeatureSet({2: torch.eye(5), 4: torch.eye(5), 7: torch.eye(5)}, torch.arange(5))  # nothing to hold out
     assert not any(s.settings.get("chosen") for s in scored(alone, [2, 4, 7]).scores)
+    nearly = images(200, 0)  # one direction, though no two features are equal
+    nearly.features[2] = torch.ones(200, 5) + 1e-7 * torch.randn(200, 5)
+    assert {s.layer for s in scored(nearly, [2, 4, 7]).scores if s.settings.get("chosen")} == {4}

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -145,7 +144,7 @@ def failing_rank(config: Any, shared: bool, rank: int, world: int, port: int) ->
     """One of several processes, of which the first fails when it looks at the model; the others may wait for it."""
     take_place(rank, world, port)
     if shared:
-        loop.dist.new_group = partial(dist.new_group, timeout=timedelta(seconds=3))
+        loop.PATIENCE = timedelta(seconds=3)
 
     def look(step: int, model: Any) -> dict[str, float]:
         if rank == 0:

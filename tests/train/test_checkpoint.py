@@ -241,6 +241,7 @@ def test_weights_bring_the_preprocessing_of_their_folder(tmp_path: Path) -> None
         alone: Any = residua.load(file)
     assert alone.preprocessing.mean == (0.485, 0.456, 0.406)
     processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "size": {"shortest_edge": 40}}
+    processor |= {"do_center_crop": True}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**processor, "resample": 2}))
     pre = residua.load(tmp_path).preprocessing
     assert pre == Preprocessing((32, 32), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), crop_pct=0.8, interpolation="bilinear")

@@ -38,9 +38,10 @@ def test_yaml_may_be_flat_and_partial(tmp_path: Path) -> None:
 
 def test_yaml_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("lr: 1e-4\nweight_decay: 5E-2\ndata: digits\n")
+    path.write_text("lr: 1e-4\nweight_decay: 5E-2\ndata: digits\nsteps: 1e3\n")
     config = Pretrain.read(path)
     assert (config.optim.lr, config.optim.weight_decay, config.data.data) == (1e-4, 0.05, "digits")
+    assert (config.optim.steps, type(config.optim.steps)) == (1000, int)
 
 
 def test_yaml_mistakes_name_the_file(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_yaml_values_are_checked(tmp_path: Path, text: str, says: str) -> None:
         Pretrain.read(tmp_path / "mine.yaml")
 
 
-def test_only_a_run_says_what_it_was_trained_on(tmp_path: Path) -> None:
+def test_only_a_run_says_what_it_was_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = tmp_path / "weights" / "m.pth"
     weights.parent.mkdir()
     weights.touch()
@@ -86,6 +87,8 @@ def test_only_a_run_says_what_it_was_trained_on(tmp_path: Path) -> None:
     assert trained_on(tmp_path) is None
     Pretrain().override(data="digits").save(settings)
     assert trained_on(tmp_path) == trained_on(tmp_path / "checkpoints" / "step-0000001") == "digits"
+    monkeypatch.chdir(tmp_path)
+    assert trained_on("timm:test_vit") is None
 
 
 def test_every_setting_has_a_name_of_its_own() -> None:
