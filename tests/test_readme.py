@@ -87,6 +87,8 @@ def test_readme_runs_from_top_to_bottom(workdir, monkeypatch, capsys):
             args += ["--size", "nano", "--steps", "2"]
         elif args[0] == "pretrain" and not {"mae-tiny-imagenet", "--steps", "--resume"} & {*args}:
             args += ["--steps", "20"]  # minutes otherwise
+        elif args[0] == "diffuse":
+            args += ["--sample-every", "0"]  # previews take longer than so short a run
         elif "mae-tiny-imagenet" in args:
             args.append("--dry-run")  # hours of a CPU otherwise; everything is checked and three steps are run
         status = cli.main(args)

@@ -125,6 +125,13 @@ def test_sentences_of_a_card_keep_the_names_of_python() -> None:
     assert hub._sentence("create_model must be told") == "create_model must be told."
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports are not opened in a process of their own, which takes seconds: for tests of what is written."""
+    monkeypatch.setattr("residua.export.check", lambda *a: residua.export.Checked({"tokens": {1: 1e-7}}, {}))
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("crop_pct", [1.0, 0.8])
 def test_a_model_that_stretches_images_does_so_elsewhere(tmp_path: Path, crop_pct: float) -> None:
     transformers, timm = pytest.importorskip("transformers"), pytest.importorskip("timm")
@@ -158,6 +165,7 @@ def test_cards_leave_out_all_that_changes_nothing() -> None:
     assert not hub.ORCHESTRATION & (Diffuse().settings().keys() - asdict(Diffuse().machine).keys())
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_model_that_does_not_say_how_images_are_prepared_is_told() -> None:
     model = residua.create_model("vit", img_size=16, patch_size=4, embed_dim=32, depth=1, num_heads=2)
     result = export(model, "timm", "unsaid")
@@ -269,6 +277,7 @@ def test_a_withdrawn_export_keeps_the_one_before(tmp_path: Path, monkeypatch: py
     assert [*tmp_path.iterdir()] == [out]
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_overwriting_leaves_nothing_of_another_target(tmp_path: Path) -> None:
     out, model = tmp_path / "out", small_vit()
     export(small_vit(), "hub", out)
