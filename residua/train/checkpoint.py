@@ -285,16 +285,19 @@ def initialize(model: nn.Module, path: str | Path) -> None:
     same = {k for k in state if k.startswith("decoder.")} == {k for k in own if k.startswith("decoder.")}
     placed = {"decoder.pos_embed"}  # goes with the size of images, and is not learned
     same = same and all(state[k].shape == own[k].shape for k in state if k.startswith("decoder.") and k not in placed)
+    anew = {k: v for k, v in own.items() if k.startswith("encoder.norm.") and k not in state}
+    state |= anew  # a final norm that the other does without
     if "encoder.shortcut.alpha" not in dict(model.named_parameters()):  # a schedule: this run's, not the other's
         state.pop("encoder.shortcut.alpha", None)
     load_weights(model, state if same else {k: v for k, v in state.items() if not k.startswith("decoder.")},
                  what=str(file), encoder_only=not same)  # fmt: skip
     if not same:
         there = any(k.startswith("decoder.") for k in state)
-        norm = any(k.startswith("encoder.norm.") and k not in own for k in state)
+        unused = any(k.startswith("encoder.norm.") and k not in own for k in state)
+        norm = ", but for its final norm" if unused else ", with a new final norm" if anew else ""
         decoder = "its decoder is of another kind or size" if there else "it has no decoder"
         warnings.warn(
-            f"{file}: encoder taken{', but for its final norm' * norm}; {decoder}, so this model's starts anew",
+            f"{file}: encoder taken{norm}; {decoder}, so this model's starts anew",
             stacklevel=2,
         )
 

@@ -353,6 +353,11 @@ def test_what_is_left_of_other_weights_is_said(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         prepare(small(init=str(tmp_path / "plain"), decoder="plain", anneal=0.0))
+    pretrain(small(tmp_path / "ushape", steps=1, decoder="ushape"))
+    with pytest.warns(UserWarning, match="encoder taken, with a new final norm; its decoder is of another kind"):
+        turned = prepare(small(init=str(tmp_path / "ushape"), decoder="plain"))
+    loaded = residua.load(tmp_path / "ushape")
+    assert torch.equal(turned.model.encoder.cls_token, loaded.encoder.cls_token)
 
 
 def test_classes_are_those_of_labels() -> None:
