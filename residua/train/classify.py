@@ -32,7 +32,7 @@ from residua.train.finetune_config import (
 from residua.train.loop import Objective
 from residua.train.machine import count_parameters, training_flops
 from residua.train.optim import UNDECAYED, Groups
-from residua.train.options import DataConfig, check_place, trained_on
+from residua.train.options import DataConfig, check_place, setting_of, trained_on
 from residua.train.session import (
     Lines,
     Session,
@@ -197,7 +197,7 @@ def prepare(
     accelerator = open_accelerator(config.machine)
     begun = _begun(config)  # a run that goes on needs nothing of what it started from
     begin: Start = begun or (open_start(config.network.model, config.network.weights) if start is None else start)
-    config = config.override(data=_source_name(config))
+    config = _with_source(config, given)
     with accelerator.local_main_process_first():  # which downloads what is not there
         splits = load(config.data.data, config.optim.seed)
     check_labels(splits)
@@ -297,14 +297,17 @@ def check_labels(splits: Splits) -> None:
                             f"{count - 1}, the {count} classes of the train split")  # fmt: skip
 
 
-def _source_name(config: Finetune) -> str:
+def _with_source(config: Finetune, given: Collection[str]) -> Finetune:
+    """The images that the network was trained on, and what was done there about unreadable ones, unless told."""
     if config.data.data != "auto":
-        return config.data.data
-    found = trained_on(config.network.model) if config.network.model else None
-    if config.network.model is None or found is None:
-        raise ValueError(f"{config.network.model or 'the model'} does not say which images to use: add --data")
-    check_place(config.network.model, found)
-    return found
+        return config
+    run = config.network.model
+    found = trained_on(run) if run else None
+    if run is None or found is None:
+        raise ValueError(f"{run or 'the model'} does not say which images to use: add --data")
+    check_place(run, found)
+    bad = None if "on_bad_image" in given else setting_of(run, "on_bad_image")
+    return config.override(data=found, on_bad_image=bad or config.machine.on_bad_image)
 
 
 def _preprocessing(start: Start, source: Source, side: int) -> Preprocessing:

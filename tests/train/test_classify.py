@@ -389,3 +389,10 @@ def test_a_run_that_blows_up_names_its_own_remedies(encoder: str) -> None:
     loop.objective = lambda model, batch, epochs: objective(model, batch, epochs) * math.nan
     with pytest.raises(residua.train.TrainingStopped, match=r"Try a smaller --lr or --clip 1.0\.$"):
         loop.fit()
+
+
+def test_images_of_a_run_are_treated_as_they_were_there(tmp_path: Path) -> None:
+    pretrain(small(tmp_path / "run", steps=1, on_bad_image="skip"))
+    config = small_classifier(str(tmp_path / "run"), data="auto")
+    assert prepare(config, write=False).config.machine.on_bad_image == "skip"
+    assert prepare(config, write=False, given=("on_bad_image",)).config.machine.on_bad_image == "error"
