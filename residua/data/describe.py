@@ -31,16 +31,16 @@ def describe(splits: Splits) -> dict[str, Any]:
 def _describe_split(source: Source) -> dict[str, Any]:
     sizes = source.sizes()
     per_class = None
-    unreadable, opened = source.unreadable()
+    readable, unreadable = source.tried()
     if source.labels is not None and source.classes is not None:
         counts = np.bincount(source.labels, minlength=len(source.classes))
         per_class = dict(zip(source.classes, counts.tolist()))
     return {
         "split": source.split,
         "count": len(source),
-        "opened": opened,
+        "opened": len(readable) + len(unreadable),
         "unreadable": len(unreadable),
-        "unreadable_images": unreadable[:_NAMED],
+        "unreadable_images": [source.identify(i) for i in unreadable[:_NAMED]],
         "typical_size": list(source.typical_size()),
         "smallest": sizes.min(axis=0).tolist(),
         "largest": sizes.max(axis=0).tolist(),

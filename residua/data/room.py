@@ -20,8 +20,10 @@ def cores() -> int:
     return max(1, (os.cpu_count() or 1) // processes())
 
 
-def memory() -> int:
-    """This process's share of the machine's memory, in bytes."""
+def memory(device: torch.device | None = None) -> int:
+    """Bytes of a GPU in all, or this process's share of the machine's memory."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes()
 
 

@@ -111,18 +111,19 @@ class Source(ABC):
         height, width = np.median(self.sizes(), axis=0)
         return int(height), int(width)
 
-    def unreadable(self) -> tuple[list[str], int]:
-        """Names of those images of an even sample that cannot be read, and how many the sample has."""
+    def tried(self) -> tuple[list[int], list[int]]:
+        """Numbers of those images of an even sample that can be read, and of those that cannot."""
 
-        def fails(i: int) -> bool:
+        def reads(i: int) -> bool:
             try:
                 self.read(i, target=256)
             except BadImage:
-                return True
-            return False
+                return False
+            return True
 
         sample = evenly(len(self), _PROBED)
-        return [self.identify(i) for i, failed in zip(sample, threaded(fails, sample)) if failed], len(sample)
+        good = dict(zip(sample, threaded(reads, sample)))
+        return [i for i in sample if good[i]], [i for i in sample if not good[i]]
 
     def subset(self, indices: Iterable[int] | np.ndarray) -> Source:
         """The images with these numbers, in this order."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from residua import data
-from residua.data import BadImage, DataError, Source, Splits
-from residua.data.source import evenly, threaded
+from residua.data import DataError, Splits
+from residua.data.source import evenly
 from residua.evaluate import Report
 from residua.evaluate.dynamics import NORM, Dynamics, norm_history
 from residua.evaluate.maps import BASES, Basis, feature_norms, project_classes, sample_images
@@ -28,7 +28,6 @@ METRICS = {
 }  # fmt: skip
 _PLANE_IMAGES = 400  # a second of t-SNE on one core
 _HISTORY = 3  # checkpoints that make a history
-_LOOKED_AT = 1024  # images tried, where unreadable ones are left out
 
 
 def scores(page: Page, evaluation: Report) -> None:
@@ -220,18 +219,8 @@ def drawable(run: Run, splits: Splits) -> Splits:
     if run.config is None or run.config.machine.on_bad_image != "skip":
         return splits
 
-    def part(source: Source) -> Source:
-        def reads(i: int) -> bool:
-            try:
-                source.read(i, target=256)
-            except BadImage:
-                return False
-            return True
-
-        sample = evenly(len(source), _LOOKED_AT)
-        return source.subset(i for i, good in zip(sample, threaded(reads, sample)) if good)
-
-    return Splits(splits.name, part(splits.train), None if splits.test is None else part(splits.test))
+    train, test = splits.train, splits.test
+    return Splits(splits.name, train.subset(train.tried()[0]), None if test is None else test.subset(test.tried()[0]))
 
 
 def settings_text(value: Any) -> str:
