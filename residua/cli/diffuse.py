@@ -21,7 +21,7 @@ def diffuse(args: list[str]) -> None:
     from residua.train import fit
     from residua.train.diffuse import prepare
     from residua.train.diffuse_config import Diffuse
-    from residua.train.loop import replace_metrics
+    from residua.train.metrics import replace_metrics
 
     given = typed(args)  # before a settings file is taken from them
     config = settings(Diffuse, args, "diffuse", "Train a diffusion model whose identity shortcuts fade with depth.")

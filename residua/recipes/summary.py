@@ -24,7 +24,7 @@ from residua.recipes.trial import Trial, same_value, text_of
 from residua.report.runs import NotARun, headline, read_config, read_run
 from residua.report.sweep import group_name
 from residua.train.checkpoint import write_text
-from residua.train.loop import read_metrics
+from residua.train.metrics import read_metrics
 from residua.train.options import read_flat
 
 Scores = dict[str, tuple[float, str]]

@@ -26,7 +26,7 @@ from residua.report.parts import depth_figures, look, neighbors
 from residua.report.runs import headline, name_cell, protocol, score_cell
 from residua.train.checkpoint import load
 from residua.train.config import Pretrain
-from residua.train.loop import read_metrics
+from residua.train.metrics import read_metrics
 
 FADING, PLAIN = "fading", "plain"
 ALPHAS = {FADING: 0.9, PLAIN: 1.0}

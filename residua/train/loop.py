@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 import signal
 import time
@@ -26,6 +24,7 @@ from residua.data import Batch, Feed
 from residua.train import checkpoint as ckpt
 from residua.train.health import Health
 from residua.train.machine import autocast, peak_flops
+from residua.train.metrics import Record, append_metrics, read_metrics, replace_metrics, truncate_metrics
 from residua.train.optim import (
     Average,
     Groups,
@@ -42,7 +41,6 @@ from residua.train.recorded import Recorded
 Objective = Callable[[nn.Module, Batch, Tensor], Tensor]
 """(model, batch, epoch of each image) -> loss, a mean over the batch. An objective that lets neighbours in the batch
 have a part in each other says by its attribute `together` how many must not be separated."""
-Record = dict[str, Any]
 PATIENCE = timedelta(hours=2)
 """That processes have for one that downloads images or looks at the model."""
 
@@ -391,56 +389,7 @@ class Loop:
         losses = (r["loss"] for r in read_metrics(self.run) if r["step"] <= self.step and "loss" in r)
         self.health.first_loss = next(losses, None)
         if self.accelerator.is_main_process:
-            _truncate(self.run / "metrics.jsonl", self.step)
+            truncate_metrics(self.run, self.step)
             for left in (self.run / "checkpoints").glob(".unfinished-*"):
                 shutil.rmtree(left, ignore_errors=True)
         return self.step
-
-
-def append_metrics(run: Path, record: Record) -> None:
-    """One more line of a run's metrics.jsonl."""
-    ckpt.guard_writes(lambda: _append(run / "metrics.jsonl", _line(record)), run)
-
-
-def replace_metrics(run: Path, record: Record) -> None:
-    """As `append_metrics`, in place of a record of the same step that has the same things measured, or less."""
-    own = record.keys() - {"step", "epoch"}
-
-    def replaced(other: Record) -> bool:
-        return other["step"] == record["step"] and (own <= other.keys() or other.keys() <= record.keys())
-
-    kept = [other for other in read_metrics(run) if not replaced(other)]
-    ckpt.guard_writes(lambda: _write(run / "metrics.jsonl", [*kept, record]), run)
-
-
-def _append(path: Path, line: str) -> None:
-    with path.open("a") as file:
-        file.write(line)
-
-
-def read_metrics(run: Path) -> list[Record]:
-    """The records of a run, in order; a last line cut short by a crash is left out."""
-    path = run / "metrics.jsonl"
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
-
-
-def _truncate(path: Path, step: int) -> None:
-    """Drop records after `step`: they will be written again."""
-    if path.exists():
-        _write(path, [record for record in read_metrics(path.parent) if record["step"] <= step])
-
-
-def _write(path: Path, records: Sequence[Record]) -> None:
-    ckpt.write_text(path, "".join(map(_line, records)))
-
-
-def _line(record: Record) -> str:
-    """A record as JSON, which knows no infinity: what is not finite is left out."""
-    known = {k: v for k, v in record.items() if not isinstance(v, float) or math.isfinite(v)}
-    return json.dumps(known) + "\n"

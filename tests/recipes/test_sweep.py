@@ -16,7 +16,7 @@ from residua import cli
 from residua.recipes import sweep
 from residua.recipes.summary import summarise
 from residua.recipes.sweep import Sweep, Trial, plan, run
-from residua.train.loop import read_metrics
+from residua.train.metrics import read_metrics
 
 CLASSIFIER = """
 resmlp --depth 2 --width 8 --data shapes?n=48&size=16&test=16 --batch-size 16 --cpu --trackers

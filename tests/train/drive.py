@@ -22,7 +22,19 @@ import residua
 from residua.data import Preprocessing
 from residua.nn import MAE
 from residua.nn.diffusion import VP
-from residua.train import Finetune, Hooks, Pretrain, checkpoint, classify, diffuse, fit, loop, prepare, read_metrics
+from residua.train import (
+    Finetune,
+    Hooks,
+    Pretrain,
+    checkpoint,
+    classify,
+    diffuse,
+    fit,
+    loop,
+    metrics,
+    prepare,
+    read_metrics,
+)
 from residua.train.checkpoint import checkpoints, load_file, load_training
 from residua.train.diffuse_config import Diffuse
 
@@ -307,7 +319,7 @@ def _in_removal(file: str) -> Callable[[_Nth], None]:
 
 
 def _in_metrics(nth: _Nth) -> None:
-    write = loop._append
+    write = metrics._append
 
     def append(path: Path, line: str) -> None:
         if nth.due():
@@ -315,7 +327,7 @@ def _in_metrics(nth: _Nth) -> None:
             nth.kill()
         write(path, line)
 
-    loop._append = append
+    metrics._append = append
 
 
 STAGES: dict[str, Callable[[_Nth], None]] = {

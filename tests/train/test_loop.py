@@ -237,7 +237,7 @@ def test_what_is_not_finite_is_left_out_of_a_record(tmp_path: Path) -> None:
 
     hooks = Hooks(every=3, on_interval=lambda step, model: {"eval/probe": math.nan, "eval/knn": 0.5})
     fit(prepare(small(tmp_path / "run", steps=4)), hooks)
-    residua.train.loop.append_metrics(tmp_path / "run", {"step": 5, "grad_norm": math.inf})
+    residua.train.metrics.append_metrics(tmp_path / "run", {"step": 5, "grad_norm": math.inf})
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_constant=refuse) for line in lines]
     assert [r["step"] for r in records] == [2, 3, 4, 5]
@@ -380,7 +380,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     run = tmp_path / "run"
-    module, name = (ckpt, "save_file") if where == "checkpoint" else (residua.train.loop, "_append")
+    module, name = (ckpt, "save_file") if where == "checkpoint" else (residua.train.metrics, "_append")
     write = getattr(module, name)
 
     def filling(*args: Any, **kwargs: Any) -> Any:
