@@ -7,7 +7,6 @@ applies all of them to one vector each, one reverse-mode product all transposes.
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from residua.data.room import memory
 
 from .lanczos import Operator, lanczos
 
@@ -327,7 +328,7 @@ def formed_for(products: Products, vectors: int) -> Operator:
 def _full(products: Products) -> Tensor:
     x, (m, n) = products.x, (products.out_size, products.in_size)
     needed = x.element_size() * (len(x) * m * n + min(m, n) ** 2)
-    if needed > _memory(x.device):
+    if needed > memory(x.device):
         raise torch.OutOfMemoryError(
             f"{len(x)} Jacobians of {m:,} x {n:,} take {needed / 2**30:,.0f} GiB in full, more than there is: use "
             "method lanczos, or give fewer samples or triplets"
@@ -337,11 +338,3 @@ def _full(products: Products) -> Tensor:
         return products.push(eye).mT
     eye = torch.eye(m, dtype=x.dtype, device=x.device).expand(len(x), m, m)
     return products.pull(eye)
-
-
-def _memory(device: torch.device) -> float:
-    """Bytes that a device has in all, where that is known."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    names = getattr(os, "sysconf_names", {})
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in names else math.inf

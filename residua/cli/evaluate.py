@@ -88,10 +88,11 @@ def evaluate(args: list[str]) -> None:
     from residua.evaluate.diffusion import is_diffusion
 
     o = tyro.cli(EvaluateOptions, args=args, prog="residua evaluate")
-    device: str | None = device_of(o.device)
+    best = device_of(o.device)
+    device: str | None = best
     model = open_any(o.model, o.weights, img_size(o.img_size))
     spec = o.data or data_of(o.model)
-    where, chosen = _where(o, spec), _chosen(o, spec, device_of(o.device))
+    where, chosen = _where(o, spec), _chosen(o, spec, best)
     splits = residua.data.load(spec)
     accelerator = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -161,12 +161,13 @@ def evaluate_options(after: Mapping[str, list[str]], given: Mapping[str, list[st
     import torch
     import tyro
 
+    from .console import quickest_probe
     from .evaluate import EvaluateOptions
 
     cpu = "cpu" in given
     options = [part for name, values in after.items() for part in (f"--{name}", *values)]
     if "probe" not in after:
-        options += ["--probe", "lbfgs" if cpu or not torch.cuda.is_available() else "simple"]
+        options += ["--probe", quickest_probe("cpu" if cpu or not torch.cuda.is_available() else "cuda")]
     options += ["--no-cache", *(["--device", "cpu"] if cpu else [])]
     asked = tyro.cli(EvaluateOptions, args=["run", *options], prog="residua sweep")
     if asked.probe in ("none", "mae"):

@@ -323,7 +323,7 @@ def test_a_derivative_that_is_not_finite_is_said_to_be_so(method: Method) -> Non
 
 
 def test_matrices_larger_than_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jacobian, "_memory", lambda device: 1000)
+    monkeypatch.setattr(jacobian, "memory", lambda device: 1000)
     x = torch.randn(2, 20)
     for method in ("dense", "formed"):
         with pytest.raises(torch.OutOfMemoryError, match=r"2 Jacobians of 20 x 20 take .* use method lanczos"):
