@@ -45,6 +45,10 @@ RUNS = {
         "alpha_min 0.7": "tiny-imagenet-22k-xavier-alpha-0.7-seed-*",
         "alpha_min 0.6": "tiny-imagenet-22k-xavier-alpha-0.6-seed-*",
     },
+    "tiny-imagenet-50k": {
+        "alpha_min 1.0": "tiny-imagenet-50k-xavier-alpha-1.0-seed-*",
+        "alpha_min 0.7": "tiny-imagenet-50k-xavier-alpha-0.7-seed-*",
+    },
     "tiny-imagenet-batch-64": {
         "alpha_min 1.0": "tiny-imagenet-batch-64-alpha-1.0-lr-1.5e-4-seed-0",
         "alpha_min 0.8": "tiny-imagenet-batch-64-alpha-0.8-lr-1.5e-4-seed-0",
@@ -64,12 +68,14 @@ METRICS = {
     "demo": ("linear probe", "entropy rank"),
     "tiny-imagenet": ("linear probe", "kNN", "entropy rank"),
     "tiny-imagenet-xavier": ("linear probe", "kNN", "entropy rank"),
+    "tiny-imagenet-50k": ("linear probe", "kNN"),
 }
 """Scores drawn by block, from evaluation.json."""
 GAINS = {"eval/linear_probe": "gain in linear probe", "eval/kNN": "gain in kNN"}
 ALONG = {
     "tiny-imagenet": GAINS,
     "tiny-imagenet-xavier": GAINS,
+    "tiny-imagenet-50k": GAINS,
     "tiny-imagenet-batch-64": GAINS,
     "cifar100-diffusion": {"loss": "training loss"},
     "cifar100-diffusion-seed-1": {"loss": "training loss", "eval/fid": "FID (2,500 samples)"},
@@ -81,6 +87,8 @@ CHOOSING = {
     "tiny-imagenet-batch-64": "from zero, batches of 64",
 }
 """Prefixes whose gains over alpha_min 1.0 stand side by side, and their titles."""
+LENGTHS = {"5k": "0.914", "10k": "0.814", "22k": "0.7", "50k": "0.7"}
+"""Length of runs on Tiny-ImageNet -> the alpha_min that `auto` chooses for it."""
 SMOOTH = 10  # neighbouring losses whose mean is a point of a curve
 PICTURES = {
     "reconstructions": gallery.reconstructions,
@@ -104,7 +112,13 @@ def numbers(out: Path = IMAGES) -> list[Path]:
             print(f"no records of {prefix}: its figures stay as they are", file=sys.stderr)
     for file in sorted(RECORDS.glob("*/summary.json")):
         drawn += sweep(file, out)
-    return [*drawn, norms(RECORDS / "zero-init" / "norms.json", out), *by_depth_of_network(out), *choosing_alpha(out)]
+    return [
+        *drawn,
+        norms(RECORDS / "zero-init" / "norms.json", out),
+        *by_depth_of_network(out),
+        *choosing_alpha(out),
+        by_length(out),
+    ]
 
 
 def by_depth_of_network(out: Path) -> list[Path]:
@@ -183,16 +197,29 @@ def choosing_alpha(out: Path) -> list[Path]:
             return []
         on_the_way = _gains(folders, lambda run: _scores(run, "eval/linear_probe", "step"))
         panels[title] = {label: _mean(gains) for label, gains in on_the_way.items()}
-        last = {label: _mean(gains) for label, gains in _gains(folders, _last_probe).items()}
+        last = {label: _mean(gains) for label, gains in _gains(folders, _at_the_end).items()}
         ends[title] = {label: point for label, gain in last.items() for point in gain.items()}
     return [save(step_curves("gain in linear probe", panels, ends), out / "choosing-alpha-gain.png")]
 
 
-def _last_probe(run: Path) -> Curve:
-    """Last step -> linear probe of the last block at the end of the run; nothing where it was not evaluated."""
+def by_length(out: Path) -> Path:
+    """Gains of `auto` over alpha_min 1.0 at the end of runs, against their length."""
+    gains: dict[str, list[tuple[float, float]]] = {"linear probe": [], "kNN": []}
+    for length, alpha in LENGTHS.items():
+        named = {name: f"tiny-imagenet-{length}-xavier-alpha-{name}-seed-*" for name in ("1.0", alpha)}
+        folders = {name: sorted(RECORDS.glob(pattern)) for name, pattern in named.items()}
+        for metric, found in gains.items():
+            (seeds,) = _gains(folders, partial(_at_the_end, metric=metric)).values()
+            found += [point for gain in seeds for point in gain.items()]
+    figure = size_curves("gain over alpha_min 1.0", gains, "points", "training steps")
+    return save(figure, out / "choosing-alpha-lengths.png")
+
+
+def _at_the_end(run: Path, metric: str = "linear probe") -> Curve:
+    """Last step -> score of the last block at the end of the run; nothing where it was not evaluated."""
     if not (run / "evaluation.json").exists():
         return {}
-    scores = by_depth(_report(run), "linear probe")
+    scores = by_depth(_report(run), metric)
     return {read_metrics(run)[-1]["step"]: scores[max(scores)]}
 
 

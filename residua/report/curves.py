@@ -69,14 +69,21 @@ def step_curves(
 
 
 @styled
-def size_curves(metric: str, groups: Mapping[str, Sequence[tuple[float, float]]], unit: str = "%") -> Figure:
-    """A metric against the number of residual blocks, a line per group: the mean of its networks of one depth."""
-    figure, axes = new_axes("residual blocks", f"{metric} ({unit})" if unit else metric)
+def size_curves(
+    metric: str, groups: Mapping[str, Sequence[tuple[float, float]]], unit: str = "%", size: str = "residual blocks"
+) -> Figure:
+    """A metric against the size of something, a line per group: the mean at each size, and where there are several
+    runs of one, a dot each."""
+    figure, axes = new_axes(size, f"{metric} ({unit})" if unit else metric)
     for name, style in run_styles(groups).items():
-        depths = sorted({x for x, _ in groups[name]})
-        means = [np.mean([y for x, y in groups[name] if x == depth]) for depth in depths]
-        axes.plot(depths, means, label=label(name, 30), **style)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        sizes = sorted({x for x, _ in groups[name]})
+        at = {size: [y for x, y in groups[name] if x == size] for size in sizes}
+        axes.plot(sizes, [np.mean(at[size]) for size in sizes], label=label(name, 30), **style)
+        several = [(x, y) for x, y in groups[name] if len(at[x]) > 1]
+        if several:
+            axes.plot(*zip(*several), ".", color=style["color"], alpha=0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     return finish(figure, axes)
 
 
