@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,19 +63,23 @@ def from_timm(config: Mapping[str, Any], img_size: Any, channels: int) -> Prepro
     kind: str = config.get("interpolation", "bicubic")
     mode: Any = config.get("crop_mode") or "center"
     mean, std = config.get("mean", IMAGENET_MEAN), config.get("std", IMAGENET_STD)
+    part: float = config.get("crop_pct") or 0.875
     if kind not in ("bilinear", "bicubic"):
         kind = _instead("bicubic", f"{kind} interpolation")
     if mode not in ("center", "squash"):
         mode = _instead("center", f"images that are padded (crop_mode {mode})", "a central crop")
+    if part > 1:
+        part = 1.0
+        _instead("", "images that are padded (crop_pct above 1)", "no padding")
     return Preprocessing(
-        img_size, spread(mean, channels), spread(std, channels), channels, crop_pct=config.get("crop_pct", 0.875),
-        interpolation=kind, crop_mode=mode,
+        img_size, spread(mean, channels), spread(std, channels), channels, crop_pct=part, interpolation=kind,
+        crop_mode=mode,
     )  # fmt: skip
 
 
 def from_processor(found: Mapping[str, Any], img_size: tuple[int, int], channels: int) -> Preprocessing:
     """From what transformers' image processors keep; a note where they ask for what is not done here."""
-    mean, std = (found.get(key) or HALVES for key in ("image_mean", "image_std"))
+    mean, std = _norm(found)
     kind = {2: "bilinear", 3: "bicubic"}.get(found.get("resample", 2), "")
     mode, crop = (found.get(CROP_MODE, "center"), found[CROP]) if CROP in found else _crop(found, img_size)
     return Preprocessing(
@@ -83,10 +88,26 @@ def from_processor(found: Mapping[str, Any], img_size: tuple[int, int], channels
     )  # fmt: skip
 
 
+def _norm(found: Mapping[str, Any]) -> tuple[Sequence[float], Sequence[float]]:
+    """Mean and std of a processor for pixels in [0, 1]; it may leave them in [0, 255], or as they are."""
+    mean, std = (found.get(key) or HALVES for key in ("image_mean", "image_std"))
+    if not found.get("do_normalize", True):
+        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    if found.get("do_flip_channel_order"):
+        _instead("", "blue before red", "red before blue")
+    white = 255 * (found.get("rescale_factor") or 1 / 255) if found.get("do_rescale", True) else 255
+    if math.isclose(white, 1, rel_tol=1e-4):  # 1 / 255, with as many digits as were written
+        return mean, std
+    return [value / white for value in mean], [value / white for value in std]
+
+
 def _crop(found: Mapping[str, Any], img_size: tuple[int, int]) -> tuple[CropMode, float]:
     """Crop mode and `crop_pct` of a processor: its size is the shorter side's, or what images are stretched to."""
     kind, size, part = (found.get(key) for key in ("image_processor_type", "size", "crop_size"))
     kind = str(kind or found.get("feature_extractor_type", ""))
+    if not found.get("do_resize", True):
+        _instead("", "images of their own size (do_resize is false)", f"them resized to {img_size[0]} px")
+        return "center", 1.0
     if isinstance(size, int):
         size = {"shortest_edge": size} if kind.startswith(_KEEP_ASPECT) else {"height": size}
     size = size if isinstance(size, dict) else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +12,7 @@ import tyro
 from tyro.conf import Positional
 
 from .console import console, data_of, device_of, img_size, note, open_any, say, show
+from .evaluate import bad_images
 
 if TYPE_CHECKING:
     from residua.anatomy.study import Moment
@@ -54,6 +55,9 @@ class AnatomyOptions:
     them; auto: by size, dense to about 400 dimensions, formed to about 2,900."""
     budget: float = 2.0
     """GiB that products with Jacobians may take at once."""
+    on_bad_image: Literal["error", "skip"] | None = None
+    """What to do about an unreadable image; default: what the run did, on the images that it was trained on, else
+    error. To skip them, all images are read first."""
     seed: int = 0
     """Of the choice of images, of a diffusion model's noise and of the plane that paths are drawn in."""
     out: str | None = None
@@ -70,8 +74,8 @@ def anatomy(args: list[str]) -> None:
     import residua
     from residua.adapt import is_name
     from residua.anatomy.study import Look, along, study
+    from residua.files import write_text
     from residua.report.anatomy import anatomy_page
-    from residua.train.checkpoint import write_text
     from residua.train.session import slug
 
     o = tyro.cli(AnatomyOptions, args=args, prog="residua anatomy")
@@ -87,6 +91,8 @@ def anatomy(args: list[str]) -> None:
     model = open_any(o.model, o.weights, img_size(o.img_size))
     data = o.data or data_of(o.model)
     splits = residua.data.load(data)
+    if (o.on_bad_image or bad_images(o.model, data)) == "skip":
+        splits = replace(splits, train=splits.train.readable(), test=splits.test and splits.test.readable())
     look = Look(
         k=o.top, images=o.images, gauge=o.gauge, token=o.token, time=o.time, precision=o.precision, method=o.method,
         budget=o.budget, classes=o.classes, seed=o.seed,
@@ -164,8 +170,8 @@ def ujm(args: list[str]) -> None:
     """Solve and measure the unconstrained model."""
     from residua.anatomy import blobs, measure, solve
     from residua.anatomy.alignment import ujm_blocks
+    from residua.files import write_text
     from residua.report.anatomy import ujm_page
-    from residua.train.checkpoint import write_text
 
     o = tyro.cli(UJMOptions, args=args, prog="residua ujm")
     if o.open and o.out is None:

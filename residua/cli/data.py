@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional, subcommand
@@ -37,6 +37,8 @@ class PreviewOptions:
     """Side of an image."""
     augmented: bool = False
     """Random crops and flips, as in training."""
+    on_bad_image: Literal["error", "skip"] = "error"
+    """What to do about an unreadable image."""
 
 
 Options = Annotated[InfoOptions, subcommand("info")] | Annotated[PreviewOptions, subcommand("preview")]
@@ -52,7 +54,9 @@ def data(args: list[str]) -> None:
     )  # type: ignore[arg-type]
     splits = data.load(o.data)
     if isinstance(o, PreviewOptions):
-        path = data.preview(splits, Path(o.out), n=o.n, img_size=o.img_size, augmented=o.augmented)
+        path = data.preview(
+            splits, Path(o.out), n=o.n, img_size=o.img_size, augmented=o.augmented, on_bad_image=o.on_bad_image
+        )
         return console.print(f"written: {path}", markup=False)
     found = data.describe(splits)
     print_nested(_shortened(found))

@@ -127,10 +127,10 @@ def _chosen(o: EvaluateOptions, spec: str, device: str) -> dict[str, Any]:
     """The probe by the device, and what the run did about unreadable images; unless told."""
     stepwise = o.epochs is not None or o.learning_rates  # which lbfgs has none of
     probes = {"auto": "simple" if stepwise else quickest_probe(device.partition(":")[0]), "none": None}
-    return {"probe": probes.get(o.probe, o.probe), "on_bad_image": o.on_bad_image or _bad_images(o.model, spec)}
+    return {"probe": probes.get(o.probe, o.probe), "on_bad_image": o.on_bad_image or bad_images(o.model, spec)}
 
 
-def _bad_images(model: str, spec: str) -> Any:
+def bad_images(model: str, spec: str) -> Any:
     """What the run did about unreadable images, if these are its own."""
     from residua.train.options import setting_of, trained_on
 
@@ -265,6 +265,6 @@ def embed(args: list[str]) -> None:
     path = residua.evaluate.embed(
         model, o.data, o.out, layers=layers(o.layers), readout=o.readout,
         img_size=img_size(o.img_size), batch_size=o.batch_size, device=device,
-        on_bad_image=o.on_bad_image or _bad_images(o.model, o.data),
+        on_bad_image=o.on_bad_image or bad_images(o.model, o.data),
     )  # fmt: skip
     console.print(f"written: {path}", markup=False)

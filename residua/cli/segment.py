@@ -10,6 +10,7 @@ import tyro
 from tyro.conf import Positional
 
 from .console import console, data_of, device_of, img_size, note
+from .evaluate import bad_images
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class SegmentOptions:
     """Score the untrained encoder and mean patch colours too."""
     batch_size: int = 256
     """Images at once."""
+    on_bad_image: Literal["error", "skip"] | None = None
+    """What to do about an unreadable image; default: what the run did, on the images that it was trained on, else
+    error."""
     out: str | None = None
     """JSON file, a PNG lands beside it; default: segmentation.json in the run."""
     device: str | None = None
@@ -58,12 +62,14 @@ def segment(args: list[str]) -> None:
 
     o = tyro.cli(SegmentOptions, args=args, prog="residua segment")
     model = residua.load(o.model)
-    splits = residua.data.load(o.data or data_of(o.model))
+    data = o.data or data_of(o.model)
+    splits = residua.data.load(data)
     result = segment(
         model, splits, masks=o.masks, split=o.split, layer=o.layer, max_images=o.max_images,
         img_size=img_size(o.img_size), ignore_index=None if o.ignore_index < 0 else o.ignore_index,
         count_absent=o.count_absent, seed=o.seed, baselines=o.baselines, batch_size=o.batch_size,
         intra=o.intra, inter=o.inter, device=device_of(o.device),
+        on_bad_image=o.on_bad_image or bad_images(o.model, data),
     )  # fmt: skip
     if result.without_mask:
         note(f"{result.without_mask:,} images have no mask in {o.masks} and were left out")

@@ -71,18 +71,33 @@ def random_resized_crop_boxes(
     return torch.cat([top, left, torch.where(found, h, fallback_h), torch.where(found, w, fallback_w)], dim=1)
 
 
-def center_boxes(sizes: Tensor, out_size: ImgSize, crop_pct: float = 1.0, crop_mode: CropMode = "center") -> Tensor:
-    """Central boxes (B, 4) of the output's aspect that span `crop_pct` of the tighter side.
+def uncropped(side: int, crop_pct: float) -> int:
+    """The side that images are resized to before `crop_pct` of it is cut out, as timm computes it."""
+    return math.floor(side / crop_pct + 1e-6)  # 354 of a crop_pct of 224 / 354
 
-    With `crop_mode="squash"` they have the image's own aspect and span `crop_pct` of both sides, to be stretched.
+
+def center_boxes(sizes: Tensor, out_size: ImgSize, crop_pct: float = 1.0, crop_mode: CropMode = "center") -> Tensor:
+    """Central boxes (B, 4) that timm's evaluation shows: of the image, resized until the output divided by `crop_pct`
+    just fits into it, torchvision's `CenterCrop`.
+
+    Sizes and crop are whole pixels of the resized image, so that boxes may begin and end within pixels of the image
+    itself. With `crop_mode="squash"` each side is resized for itself, and images are stretched.
     """
     out_h, out_w = pair(out_size)
-    height, width = sizes[:, 0].float(), sizes[:, 1].float()
-    y, x = height / out_h, width / out_w  # source pixels per output pixel
-    if crop_mode == "center":
-        y = x = torch.minimum(y, x)
-    h, w = (torch.round(unit * crop_pct * n).clamp(min=1) for unit, n in ((y, out_h), (x, out_w)))
-    return torch.stack([torch.round((height - h) / 2), torch.round((width - w) / 2), h, w], dim=1)
+    tall, wide = uncropped(out_h, crop_pct), uncropped(out_w, crop_pct)
+    height, width = sizes[:, 0], sizes[:, 1]
+    if crop_mode == "squash":
+        resized_h, resized_w = torch.full_like(height, tall), torch.full_like(width, wide)
+    elif tall == wide:  # torchvision's Resize cuts off the fraction of the longer side, timm's own rounds it
+        short = torch.minimum(height, width)
+        resized_h, resized_w = height * tall // short, width * tall // short
+    else:
+        unit = torch.minimum(height / tall, width / wide)
+        resized_h, resized_w = torch.round(height / unit), torch.round(width / unit)
+    top, left = torch.round((resized_h - out_h) / 2), torch.round((resized_w - out_w) / 2)
+    return torch.stack(
+        [top * height / resized_h, left * width / resized_w, out_h * height / resized_h, out_w * width / resized_w], 1
+    )
 
 
 def resample(
@@ -91,25 +106,34 @@ def resample(
     out_size: ImgSize,
     flip: Tensor | None = None,
     interpolation: str = "bicubic",
+    within: Tensor | None = None,
 ) -> Tensor:
     """Cut `boxes` out of `pixels` (B, C, H, W) and resize them with antialiasing: float32 (B, C, h, w).
 
-    Equals torchvision's `resized_crop(..., antialias=True)` image by image. uint8 becomes [0, 1] (clamped
-    where bicubic overshoots, as PIL and torchvision do); floats keep their range. `flip` (B,) bool mirrors.
+    Equals torchvision's `resized_crop(..., antialias=True)` image by image: pixels that a box does not touch have no
+    part in it. With `within`, the sizes (B, 2) of the images, it equals PIL's resize of the whole image, cropped
+    afterwards: what lies beside a box counts at its edges. uint8 becomes [0, 1] (clamped where bicubic overshoots, as
+    PIL and torchvision do); floats keep their range. `flip` (B,) bool mirrors.
     """
     batch, channels, height, width = pixels.shape
     out_h, out_w = pair(out_size)
     top, left, h, w = boxes.to(torch.float32).unbind(1)
+    all_h, all_w = (None, None) if within is None else within.to(torch.float32).unbind(1)
+    whole = within is not None and pixels.dtype == torch.uint8  # PIL has whole numbers after each axis
     with torch.autocast(pixels.device.type, enabled=False):
-        wy = _weights(top, h, height, out_h, interpolation)  # (B, out_h, H)
-        wx = _weights(left, w, width, out_w, interpolation, flip)  # (B, out_w, W)
+        wy = _weights(top, h, height, out_h, interpolation, within=all_h)  # (B, out_h, H)
+        wx = _weights(left, w, width, out_w, interpolation, flip, all_w)  # (B, out_w, W)
         x = pixels.to(torch.float32)
         if pixels.dtype == torch.uint8:
             wy = wy / 255
         # One product per image and axis, all channels at once; the axes end up swapped and are put back.
         x = torch.bmm(wx, x.reshape(batch, channels * height, width).transpose(1, 2))  # (B, w, C H)
+        if whole:
+            x = x.clamp_(0, 255).round_()
         x = torch.bmm(x.reshape(batch, out_w * channels, height), wy.transpose(1, 2))  # (B, w C, h)
         x = x.reshape(batch, out_w, channels, out_h).permute(0, 2, 3, 1)
+    if whole:
+        x = (x * 255).round_() / 255
     if pixels.dtype == torch.uint8 and interpolation == "bicubic":
         x = x.clamp(0, 1)
     return x
@@ -145,10 +169,11 @@ def center_view(
     crop_pct: float = 1.0,
     interpolation: str = "bicubic",
     crop_mode: CropMode = "center",
+    flip: Tensor | None = None,
 ) -> Tensor:
-    """Central crop, resize, normalise: float32 (B, C, h, w)."""
+    """Resize, central crop, normalise: float32 (B, C, h, w), as timm and torchvision do it; `flip` (B,) mirrors."""
     boxes = center_boxes(batch.sizes, img_size, crop_pct, crop_mode)
-    return normalize(resample(batch.pixels, boxes, img_size, None, interpolation), mean, std)
+    return normalize(resample(batch.pixels, boxes, img_size, flip, interpolation, batch.sizes), mean, std)
 
 
 def normalize(x: Tensor, mean: PerChannel, std: PerChannel) -> Tensor:
@@ -170,12 +195,19 @@ def _below(u: Tensor, n: Tensor) -> Tensor:
 
 
 def _weights(
-    start: Tensor, length: Tensor, in_size: int, out_size: int, interpolation: str, flip: Tensor | None = None
+    start: Tensor,
+    length: Tensor,
+    in_size: int,
+    out_size: int,
+    interpolation: str,
+    flip: Tensor | None = None,
+    within: Tensor | None = None,
 ) -> Tensor:
     """Rows of filter weights (B, out, in) that resize the span `start, length` of an axis to `out_size`.
 
     Output o is centred at `c = (o + 1/2) s` of the span, `s = length / out`; input j has weight
-    `k((j + 1/2 - c) / max(s, 1))`, zero outside the span, each row normalised to 1.
+    `k((j + 1/2 - c) / max(s, 1))`, zero outside the span (of the first `within` inputs, where given), each row
+    normalised to 1.
     """
     start, length = start[:, None], length[:, None]
     step = length / out_size
@@ -183,7 +215,8 @@ def _weights(
     if flip is not None:
         center = torch.where(flip[:, None], length - center, center)
     position = torch.arange(in_size, device=start.device) + 0.5 - start  # (B, in)
-    position = torch.where((position > 0) & (position < length), position, _FAR)
+    low, high = (-0.5, length + 0.5) if within is None else (-start, within[:, None] - start)
+    position = torch.where((position > low) & (position < high), position, _FAR)
     width = step.clamp(min=1)  # the kernel is widened when shrinking
     distance = ((position / width)[:, None, :] - (center / width)[:, :, None]).abs_()
     weights = _kernel(distance, interpolation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +34,7 @@ class LatentSpace:
     """Latents are `(encoded - shift) * scale`."""
     shift: float
     weights: str
-    """Hash of the weights."""
+    """Hash of the weights, and of the statistics of its latents where it has them."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -47,26 +48,33 @@ class Autoencoder:
         channels = _setting(config, "in_channels")
         if channels not in (None, COLOUR):
             raise DataError(f"the autoencoder {name} takes {channels}-channel images; expected one that takes {COLOUR}")
-        if any(_setting(config, f"latents_{what}") is not None for what in ("mean", "std")):
-            raise DataError(
-                f"the autoencoder {name} has a mean and a deviation for each channel of its latents (latents_mean, "
-                "latents_std), which Residua does not apply: choose another one"
-            )
+        statistics = [_setting(config, f"latents_{what}") for what in ("mean", "std")]
+        if statistics.count(None) == 1:
+            raise DataError(f"the autoencoder {name} has one of latents_mean and latents_std; expected both or neither")
         scale, shift = (_setting(config, f"{what}_factor") for what in ("scaling", "shift"))
         probe = torch.zeros(1, COLOUR, 64, 64, device=next(model.parameters()).device)
         self.model = model.eval().requires_grad_(False)
+        self.center, self.spread = (
+            probe.new_tensor(neutral if own is None else own).view(-1, 1, 1)
+            for own, neutral in zip(statistics, ([0.0], [1.0]))
+        )
         mean, _ = self.moments(probe)
         self.space = LatentSpace(
-            name, mean.shape[1], 64 // mean.shape[2], 1.0 if scale is None else scale, shift or 0.0, _hash(model)
-        )
+            name, mean.shape[1], 64 // mean.shape[2], 1.0 if scale is None else scale, shift or 0.0,
+            _hash(model, statistics),
+        )  # fmt: skip
 
     @torch.no_grad()
     def moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Mean and deviation (B, C, h, w) of the encoded images, unscaled; no deviation where encoding is certain."""
+        """Mean and deviation (B, C, h, w) of the encoded images, unscaled; no deviation where encoding is certain.
+
+        Where the autoencoder says how each channel of its latents is distributed, in those units.
+        """
         out = self.model.encode(images)
         if hasattr(out, "latent_dist"):
-            return out.latent_dist.mean.float(), out.latent_dist.std.float()
-        return out.latents.float(), None
+            mean, std = out.latent_dist.mean.float(), out.latent_dist.std.float()
+            return (mean - self.center) / self.spread, std / self.spread
+        return (out.latents.float() - self.center) / self.spread, None
 
     def scaled(self, latents: Tensor) -> Tensor:
         """As a diffusion model sees them."""
@@ -79,10 +87,12 @@ class Autoencoder:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Scaled latents to images (B, 3, H, W), about in [-1, 1]."""
-        return self.model.decode(latents / self.space.scale + self.space.shift).sample.float()
+        encoded = (latents / self.space.scale + self.space.shift) * self.spread + self.center
+        return self.model.decode(encoded).sample.float()
 
     def to(self, device: torch.device | str) -> Autoencoder:
         self.model.to(device)
+        self.center, self.spread = self.center.to(device), self.spread.to(device)
         return self
 
 
@@ -135,12 +145,14 @@ def _remedy(folder: Path) -> str:
     return f"if it has moved, link it there ({link}), or sample and score with --latents NEWPLACE"
 
 
-def _setting(config: Any, name: str) -> float | None:
+def _setting(config: Any, name: str) -> Any:
     return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
 
 
-def _hash(model: Any) -> str:
+def _hash(model: Any, statistics: Sequence[Any]) -> str:
     state = hashlib.blake2b(digest_size=8)
     for key, value in sorted(model.state_dict().items()):
         state.update(key.encode() + value.detach().float().cpu().contiguous().numpy().tobytes())
+    if any(own is not None for own in statistics):
+        state.update(repr([[float(value) for value in own] for own in statistics]).encode())
     return state.hexdigest()

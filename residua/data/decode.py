@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from residua.data.errors import BadImage
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif", ".npy"})
 _FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF")
 MOST_CHANNELS = 64
-VERSION = 2
+VERSION = 3
 """Part of the fingerprint of what is decoded here: a higher one where the same file gives other pixels than before."""
 _GREY = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N", "F"})
 _SCALE = {"uint8": 255.0, "uint16": 65535.0, "float32": 1.0}
 _SIDEWAYS = {5, 6, 7, 8}  # EXIF orientations that swap height and width
 _EXIF_ORIENTATION = 0x0112
+_TIFF_WIDTH, _TIFF_HEIGHT = 0x0100, 0x0101
 
 
 class Header(NamedTuple):
@@ -155,12 +157,18 @@ def from_unit(image: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def open_image(data: bytes | Path) -> Image.Image:
     """By PIL, if it is of a format that is read here: some others start programs."""
-    return Image.open(data if isinstance(data, Path) else io.BytesIO(data), formats=_FORMATS)
+    try:
+        return Image.open(data if isinstance(data, Path) else io.BytesIO(data), formats=_FORMATS)
+    except UnidentifiedImageError:
+        size = data.stat().st_size if isinstance(data, Path) else len(data)
+        raise ValueError(f"its {size:,} bytes are none of {', '.join(_FORMATS)}" if size else "it is empty") from None
 
 
 def _pil_header(image: Image.Image) -> Header:
     frames = _stacked_frames(image)
     width, height = image.size
+    if isinstance(image, TiffImageFile):  # whose size newer versions of Pillow have turned already
+        width, height = image.tag_v2[_TIFF_WIDTH], image.tag_v2[_TIFF_HEIGHT]
     # Asked for EXIF that it lacks, a PNG would decode all its pixels to look behind them.
     if (image.format != "PNG" or "exif" in image.info) and image.getexif().get(_EXIF_ORIENTATION) in _SIDEWAYS:
         height, width = width, height
@@ -183,6 +191,8 @@ def _pixels(image: Image.Image) -> np.ndarray:
     mode = image.mode
     if mode in ("P", "PA"):
         image = image.convert("RGBA" if mode == "PA" or "transparency" in image.info else "RGB")
+    elif mode in ("1", "L", "RGB") and "transparency" in image.info:  # of one colour
+        image = image.convert("RGBA" if mode == "RGB" else "LA")
     if image.mode in ("RGBA", "LA", "RGBa", "La"):
         image = _over_white(image)
     if mode == "1":

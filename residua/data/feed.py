@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from residua.data import decode
 from residua.data.augment import Batch, ImgSize, pair
-from residua.data.errors import BadImage, DataError, some, tell
+from residua.data.errors import BadImage, DataError
 from residua.data.preprocess import canvas_for, to_canvas
 from residua.data.room import cores, free_memory
 from residua.data.source import Source
@@ -108,14 +108,8 @@ class Feed:
     def close(self) -> None:
         """End the workers and let go of the images."""
         if not self.resident:
-            self._tell_skipped()
+            self.source.tell_skipped(self._bad)
         self._loader = self._pixels = self._sizes = self._stored = None
-
-    def _tell_skipped(self) -> None:
-        if self._bad:
-            names = [self.source.identify(i) for i in sorted(self._bad)[:4]]
-            count = f"{len(self._bad):,} of {len(self):,} {self.source.split} images"
-            tell(f"{self.source.name}: {count} cannot be read and are skipped: {some(names)}")
 
     def _iterate_resident(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
         for index in index_batches:
@@ -189,7 +183,7 @@ class Feed:
             numbers = torch.tensor([i for i in range(count) if i not in self._bad])
             rows = torch.searchsorted(numbers, torch.arange(count)) % filled  # after the last comes the first
             self._stored = rows.to(self.device), numbers.to(self.device)
-            self._tell_skipped()
+            self.source.tell_skipped(self._bad)
         self._pixels, self._sizes = pixels[:filled], sizes[:filled]
 
 

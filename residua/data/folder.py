@@ -202,7 +202,7 @@ def _source(
 
 def _hold_out(files: list[str]) -> set[str]:
     """A tenth of every class (at least one image where a class has two), chosen by the hash of the path."""
-    order = sorted(files, key=lambda file: hashlib.blake2b(file.encode()).digest())
+    order = sorted(files, key=lambda file: hashlib.blake2b(os.fsencode(file)).digest())
     counts = Counter(file.split("/")[0] for file in files)
     quota = {k: max(1, round(_HELD_OUT * n)) if n >= 2 else 0 for k, n in counts.items()}
     chosen = set()

@@ -6,7 +6,7 @@ FOLDER/KEY/
   about.json    what they are of, for people
 
 KEY is a hash of images, weights of the autoencoder and size. A folder is renamed into place when it is complete. Means
-and deviations are those of the autoencoder, neither shifted nor scaled.
+and deviations are those of `Autoencoder.moments`, neither shifted nor scaled.
 """
 
 from __future__ import annotations

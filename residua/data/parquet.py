@@ -19,6 +19,7 @@ from residua.data.decode import VERSION
 from residua.data.errors import BadImage, DataError, did_you_mean, tell
 from residua.data.room import memory
 from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
+from residua.files import replacing
 
 _SPLIT_WORDS = {
     "train": "train",
@@ -183,6 +184,9 @@ def _load_groups(name: str, root: Path, groups: dict[str, list[Path]], image: st
     if "train" not in groups:
         raise DataError(f"{name}: no training files among {', '.join(sorted(groups))}; name them train-*.parquet")
     image, label, classes = _columns(name, groups["train"][0], image, label)
+    for file in (file for files in groups.values() for file in files):
+        if image not in _schema(file).names:
+            raise DataError(f"{name}: {file} has no column {image!r}, which {groups['train'][0]} has")
     labels, classes, why = _labels(name, groups["train"], label, classes)
     _tell_unlabelled(name, "train", why)
     train = ParquetSource(name, "train", groups["train"], root=root, image=image, classes=classes, labels=labels)
@@ -217,6 +221,9 @@ def _columns(name: str, file: Path, image: str | None, label: str | None) -> tup
     for given, what in ((image, "image"), (label, "label")):
         if given is not None and given not in schema.names:
             raise DataError(f"{name}: no column {given!r} for {what}; {did_you_mean(given, schema.names)}")
+    if image is not None and not _holds_images(schema.field(image).type):
+        kind = schema.field(image).type
+        raise DataError(f"{name}: column {image!r} holds {kind}, expected images ({{bytes, path}}, or bytes)")
     if image is None:
         declared = [key for key, value in features.items() if _type(value) == "Image" and key in schema.names]
         found = declared or [field.name for field in schema if _holds_images(field.type)]
@@ -340,13 +347,19 @@ def _spilled(files: list[Path], image: str) -> Iterable[pa.Array]:
     """The image column from an uncompressed Arrow file in the cache (written once), memory-mapped."""
     target = cache_dir() / "arrow" / f"{fingerprint_of(_content_key(files), image)}.arrow"
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_suffix(f".{os.getpid()}.partial")
         schema = pa.schema([_schema(files[0]).field(image)])
-        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            for column in _rows(files, image):
-                writer.write_batch(pa.record_batch([column], schema=schema))
-        partial.replace(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with (
+                replacing(target) as part, pa.OSFile(str(part), "wb") as sink, pa.ipc.new_file(sink, schema) as writer
+            ):  # fmt: skip
+                for column in _rows(files, image):
+                    writer.write_batch(pa.record_batch([column], schema=schema))
+        except OSError as error:
+            raise DataError(
+                f"{files[0].parent}: images that do not fit into memory are unpacked into {target.parent}, where they "
+                f"cannot be written ({error}); set RESIDUA_DATA to a folder with room for them"
+            ) from error
     reader = pa.ipc.open_file(pa.memory_map(str(target)))
     return [reader.get_batch(k).column(0) for k in range(reader.num_record_batches)]
 

@@ -21,7 +21,7 @@ ImageLike = Image.Image | str | Path | np.ndarray
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Central crop, resize and normalisation, with the numbers of `augment.center_view`.
+    """Resize, central crop and normalisation, with the numbers of `augment.center_view`.
 
         pre = Preprocessing((64, 64), mean=(0.5,) * 3, std=(0.25,) * 3)
         x = pre("cat.jpg")                 # (3, 64, 64)
@@ -48,6 +48,8 @@ class Preprocessing:
             object.__setattr__(self, field, values)
         if self.crop_mode not in get_args(CropMode):
             raise DataError(f"crop_mode {self.crop_mode!r}, expected one of {', '.join(get_args(CropMode))}")
+        if not 0 < self.crop_pct <= 1:
+            raise DataError(f"crop_pct {self.crop_pct}, expected a part of the image: above 0, at most 1")
 
     def __call__(self, image: ImageLike | Sequence[ImageLike]) -> Tensor:
         if isinstance(image, Image.Image | str | Path | np.ndarray):

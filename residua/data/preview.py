@@ -12,6 +12,8 @@ from torch import Tensor
 
 from residua.data.augment import Batch, ImgSize, center_view, train_view
 from residua.data.decode import shrunk_size
+from residua.data.errors import DataError
+from residua.data.feed import OnBadImage
 from residua.data.preprocess import to_canvas
 from residua.data.source import Source, Splits, evenly
 
@@ -26,13 +28,22 @@ def preview(
     img_size: ImgSize | None = None,
     augmented: bool = False,
     seed: int = 0,
+    on_bad_image: OnBadImage = "error",
 ) -> Path:
-    """Write a PNG grid of `n` training images, spread over the set; `augmented` shows random crops."""
+    """Write a PNG grid of `n` training images, spread over the set; `augmented` shows random crops.
+
+    `on_bad_image="skip"` leaves out those that cannot be read.
+    """
     source = splits.train
     if img_size is None:
         height, width = shrunk_size(*source.typical_size(), 64)
         img_size = min(height, 192), min(width, 192)
     index = evenly(len(source), n)
+    if on_bad_image == "skip":
+        index, bad = source.tried(index)
+        source.tell_skipped(bad)
+    if not index:
+        raise DataError(f"{source.name}: none of the {n} images to show can be read")
     target = img_size if isinstance(img_size, int) else max(img_size)
     pixels, sizes = to_canvas([source.read(i, target) for i in index], target)
     batch = Batch(pixels, sizes, torch.tensor(index))

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from residua.data import decode
-from residua.data.errors import BadImage, DataError, tell
+from residua.data.errors import BadImage, DataError, some, tell
 
 Stats = tuple[tuple[float, ...], tuple[float, ...]]
 T = TypeVar("T")
@@ -111,8 +111,8 @@ class Source(ABC):
         height, width = np.median(self.sizes(), axis=0)
         return int(height), int(width)
 
-    def tried(self) -> tuple[list[int], list[int]]:
-        """Numbers of those images of an even sample that can be read, and of those that cannot."""
+    def tried(self, numbers: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
+        """Those of these numbers, by default an even sample, whose images can be read, and those whose cannot."""
 
         def reads(i: int) -> bool:
             try:
@@ -121,9 +121,25 @@ class Source(ABC):
                 return False
             return True
 
-        sample = evenly(len(self), _PROBED)
+        sample = evenly(len(self), _PROBED) if numbers is None else numbers
         good = dict(zip(sample, threaded(reads, sample)))
         return [i for i in sample if good[i]], [i for i in sample if not good[i]]
+
+    def readable(self) -> Source:
+        """Those images that can be read, after reading all; a warning names some of the others."""
+        good, bad = self.tried(range(len(self)))
+        if bad and not good:
+            raise DataError(f"{self.name}: none of its {len(self)} images can be read")
+        self.tell_skipped(bad)
+        return self.subset(good) if bad else self
+
+    def tell_skipped(self, bad: Iterable[int]) -> None:
+        """Warn that the images of these numbers cannot be read."""
+        numbers = sorted(bad)
+        if numbers:
+            names = [self.identify(i) for i in numbers[:4]]
+            count = f"{len(numbers):,} of {len(self):,} {self.split} images"
+            tell(f"{self.name}: {count} cannot be read and are skipped: {some(names)}")
 
     def subset(self, indices: Iterable[int] | np.ndarray) -> Source:
         """The images with these numbers, in this order."""
@@ -222,7 +238,7 @@ class EncodedSource(Source):
         labels: np.ndarray | None,
         like: Source | None = None,
     ) -> None:
-        self.split, self._count = split, count  # probing needs both
+        self.name, self.split, self._count = name, split, count  # probing needs them
         if like is None:
             channels, dtype, self.mixed = self._probe()
         else:
@@ -269,7 +285,7 @@ class EncodedSource(Source):
             except BadImage as error:
                 first_error = first_error or error
         if not heads:
-            raise first_error or DataError("no images")
+            raise first_error or DataError(f"{self.name}: no images in the {self.split} split")
         deep = [(head.channels, where) for head, where in heads if head.channels > decode.MOST_CHANNELS]
         if 2 * len(deep) > len(heads):
             count, where = deep[0]

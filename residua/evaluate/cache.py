@@ -39,7 +39,7 @@ from residua.data.room import set_aside
 from .distributed import is_main
 from .reading import Column, View
 
-_FORMAT = 1
+_FORMAT = 2
 _BLOCK = 2**19  # 64-bit words summed into one number of a checksum
 
 

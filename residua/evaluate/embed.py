@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from residua.adapt import Foreign, encoder_of
 from residua.data import DataError, Feed, Source, Splits, load
 from residua.data.feed import OnBadImage
+from residua.files import replacing
 
 from .distributed import world
 from .features import (
@@ -78,16 +78,14 @@ def embed(
     widths = encoder.widths() if isinstance(encoder, Foreign) else [encoder.embed_dim] * encoder.depth
     schema = _schema({i: widths[i] for i in chosen}).with_metadata({"residua": json.dumps(about, default=str)})
 
-    part = out.with_name(f"{out.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with frozen(model, device) as where, undisturbed(), pq.ParquetWriter(part, schema) as writer:
-            for name, source in sources.items():
-                with closing(open_feed(source, where, view, on_bad_image)) as feed:
-                    _write(writer, schema, name, feed, reader, view, row_group)
-        part.replace(out)
-    finally:
-        part.unlink(missing_ok=True)
+    with (
+        frozen(model, device) as where, undisturbed(), replacing(out) as part,
+        pq.ParquetWriter(part, schema) as writer,
+    ):  # fmt: skip
+        for name, source in sources.items():
+            with closing(open_feed(source, where, view, on_bad_image)) as feed:
+                _write(writer, schema, name, feed, reader, view, row_group)
     return out
 
 
@@ -114,13 +112,18 @@ def _write(
 def _table(schema: pa.Schema, split: str, source: Source, index: Tensor, features: dict[Any, Tensor]) -> pa.Table:
     numbers = index.tolist()
     labels = [None if source.labels is None else int(source.labels[i]) for i in numbers]
-    names = [None if y is None or source.classes is None else source.classes[y] for y in labels]
+    names = [None if y is None or source.classes is None else _text(source.classes[y]) for y in labels]
     vectors = [
         pa.FixedSizeListArray.from_arrays(pa.array(x[0].contiguous().numpy().ravel()), x.shape[2])
         for _, x in sorted(features.items())
     ]
-    columns = [[source.identify(i) for i in numbers], [split] * len(numbers), labels, names, *vectors]
+    columns = [[_text(source.identify(i)) for i in numbers], [split] * len(numbers), labels, names, *vectors]
     return pa.table([pa.array(c, f.type) if isinstance(c, list) else c for c, f in zip(columns, schema)], schema=schema)
+
+
+def _text(name: str) -> str:
+    """Names of files need not be UTF-8; text of a table must be."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def _schema(widths: Mapping[int, int]) -> pa.Schema:

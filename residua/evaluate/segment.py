@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from residua.data import DataError, Source, Splits, load
 from residua.data.augment import center_boxes
+from residua.data.feed import OnBadImage
 from residua.data.masks import COLOR, with_masks
 from residua.data.source import threaded
 from residua.nn import ViT, encoder_of
@@ -52,6 +53,7 @@ def segment(
     inter: int = 50,
     threshold: float = 0.1,
     batch_size: int = 256,
+    on_bad_image: OnBadImage = "error",
     device: str | torch.device | None = None,
 ) -> Segmentation:
     """Cluster the patches of all images by their features and score the clusters against pixel masks.
@@ -61,8 +63,8 @@ def segment(
     at the resolution of the mask: patch labels are enlarged to it (nearest). There are as many clusters as
     classes occur in the masks used; those that the data names but the masks do not show are left out of the
     mean, or with `count_absent` count 0. `layer` is a block index, negative from the end; `max_images` of the
-    split (test where there is one) are chosen by `seed`. `intra`, `inter` and `threshold` are those of
-    `spectral_embedding`.
+    split (test where there is one) are chosen by `seed`; `on_bad_image="skip"` leaves out those that cannot be read.
+    `intra`, `inter` and `threshold` are those of `spectral_embedding`.
 
     >>> result = segment(model, "folder:images", masks="masks")
     >>> result.scores["model"].miou; rich.print(result.table()); result.save_picture("segments.png")
@@ -72,6 +74,8 @@ def segment(
     (block,) = resolve_layers([layer], encoder.depth)
     view = View(preprocessing_of(model, data.train, img_size), batch_size, seed=seed)
     source, without = _pick(data, masks, split, max_images, seed)
+    if on_bad_image == "skip":
+        source = source.readable()
     truth, names, absent = read_truth(source, view, ignore_index)
     readers: dict[str, Callable[[Tensor], Tensor]] = {MODEL: PatchReader(encoder, block)}
     with frozen(model, device) as where:
@@ -172,9 +176,9 @@ def read_truth(source: Source, view: View, ignore_index: int | None) -> tuple[li
         mask = source.mask(i)
         if mask is None:
             raise DataError(f"{source.identify(i)} has no mask")
-        (box,) = center_boxes(torch.tensor([mask.shape]), p.img_size, p.crop_pct, p.crop_mode).long().tolist()
-        top, left, height, width = box
-        return mask[top : top + height, left : left + width]
+        (box,) = center_boxes(torch.tensor([mask.shape]), p.img_size, p.crop_pct, p.crop_mode).tolist()
+        top, left, height, width = box  # of pixels that a box's edge cuts, those whose larger part lies in it
+        return mask[round(top) : round(top + height), round(left) : round(left + width)]
 
     raw = threaded(read, range(len(source)))
     values = sorted(set[int]().union(*(np.unique(mask).tolist() for mask in raw)))

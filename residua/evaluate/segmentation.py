@@ -5,7 +5,6 @@ from __future__ import annotations
 import colorsys
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from residua.data import Batch, Source, center_view
 from residua.data.augment import CropMode
 from residua.data.preprocess import to_canvas
 from residua.data.source import evenly
+from residua.files import write_text
 
 from .report import NOTHING
 
@@ -130,9 +130,7 @@ class Segmentation:
         """Write the JSON; the file is whole or not there."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
-        os.replace(part, path)
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
         return path
 
     def _images(self, chosen: Sequence[int], size: tuple[int, int]) -> np.ndarray:

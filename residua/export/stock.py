@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from residua.adapt.encoder import TimmViT
 from residua.adapt.folder import CROP, CROP_MODE, EACH, FINAL_NORM
 from residua.data import Preprocessing
+from residua.data.augment import uncropped
 from residua.export.clean import Export
 from residua.export.fold import ExportError, Folded, fold_resnet, fold_vit, single_eps_difference
 from residua.nn import MAE, Classifier, ResNet, ViT, encoder_of
@@ -303,17 +304,17 @@ def write_processor(out: Path, pre: Preprocessing) -> None:
     """`preprocessor_config.json`. Square inputs: shorter side, then the centre, unless the model stretches images;
     others are stretched."""
     height, width = pre.img_size
+    tall, wide = (uncropped(side, pre.crop_pct) for side in pre.img_size)
     config: dict[str, Any] = {
         "do_normalize": True, "do_rescale": True, "do_resize": True, "rescale_factor": 1 / 255,
         "image_mean": list(pre.mean), "image_std": list(pre.std), "resample": _RESAMPLE.get(pre.interpolation, 3),
         CROP: pre.crop_pct, CROP_MODE: pre.crop_mode,
     }  # fmt: skip
     if pre.crop_mode == "squash" and pre.crop_pct < 1:
-        size = {"height": round(height / pre.crop_pct), "width": round(width / pre.crop_pct)}
-        config |= {"image_processor_type": "DeiTImageProcessor", "size": size,
+        config |= {"image_processor_type": "DeiTImageProcessor", "size": {"height": tall, "width": wide},
                    "do_center_crop": True, "crop_size": {"height": height, "width": width}}  # fmt: skip
     elif height == width and pre.crop_mode == "center":
-        config |= {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": round(height / pre.crop_pct)},
+        config |= {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": tall},
                    "do_center_crop": True, "crop_size": {"height": height, "width": width},
                    "do_convert_rgb": pre.in_chans == 3}  # fmt: skip
     else:

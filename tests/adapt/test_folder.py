@@ -53,9 +53,37 @@ def test_images_are_those_of_transformers_processor(name: str, options: dict[str
     assert pre is not None
     assert pre.crop_mode == mode
     close = gap(pre(PHOTO), theirs)
-    assert close < 0.04
+    assert close < 0.05
     other = Preprocessing.from_dict(pre.to_dict() | {"crop_mode": "center" if mode == "squash" else "squash"})
     assert gap(other(PHOTO), theirs) > 4 * close
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{"do_normalize": False}, {"do_rescale": False}, {"do_rescale": False, "do_normalize": False},
+     {"rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [1.0] * 3}, {"do_rescale": True}],
+)  # fmt: skip
+def test_a_processor_that_leaves_values_as_they_are(told: dict[str, Any], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    processor = transformers.ViTImageProcessor(size={"height": 72, "width": 96}, **told)
+    processor.save_pretrained(tmp_path)
+    theirs = processor(PHOTO, return_tensors="pt")["pixel_values"][0].float()
+    pre = folder.preprocessing_in(tmp_path, (72, 96), 3)
+    assert pre is not None
+    assert gap(pre(PHOTO), theirs) < 0.02 * theirs.std()
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"do_resize": False, "size": {"height": 64, "width": 64}}, r"own size \(do_resize is false\); taken is them"),
+        ({"do_flip_channel_order": True}, "blue before red; taken is red before blue"),
+    ],
+)
+def test_what_a_processor_asks_for_in_vain_is_told(said: dict[str, Any], told: str) -> None:
+    with pytest.warns(DataWarning, match=told):
+        pre = folder.from_processor(said, (32, 32), 3)
+    assert (pre.crop_mode, pre.crop_pct) == ("center", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +112,8 @@ def test_images_are_those_of_timms_transform(mode: str, crop_pct: float) -> None
 
 @pytest.mark.parametrize(
     ("config", "told"),
-    [({"crop_mode": "border"}, r"padded \(crop_mode border\); taken is a central crop"),
+    [({"crop_pct": 1.15}, r"padded \(crop_pct above 1\); taken is no padding"),
+     ({"crop_mode": "border"}, r"padded \(crop_mode border\); taken is a central crop"),
      ({"interpolation": "lanczos"}, "lanczos interpolation; taken is bicubic")],
 )  # fmt: skip
 def test_what_cannot_be_done_of_timms_is_told(config: dict[str, Any], told: str) -> None:

@@ -114,12 +114,24 @@ def test_fallback_box_equals_torchvisions():
 
 
 def test_center_boxes():
-    sizes = torch.tensor([[100, 60], [32, 32], [30, 90]])
-    assert center_boxes(sizes, 32).tolist() == [[20, 0, 60, 60], [0, 0, 32, 32], [0, 30, 30, 30]]
-    assert center_boxes(sizes, (32, 64)).tolist() == [[35, 0, 30, 60], [8, 0, 16, 32], [0, 15, 30, 60]]
-    assert center_boxes(sizes[:1], 32, crop_pct=0.8).tolist() == [[26, 6, 48, 48]]
-    assert center_boxes(sizes, 32, crop_mode="squash").tolist() == [[0, 0, 100, 60], [0, 0, 32, 32], [0, 0, 30, 90]]
-    assert center_boxes(sizes[:1], (32, 8), crop_pct=0.8, crop_mode="squash").tolist() == [[10, 6, 80, 48]]
+    sizes = torch.tensor([[96, 64], [32, 32], [30, 90]])
+    assert center_boxes(sizes, 32).tolist() == [[16, 0, 64, 64], [0, 0, 32, 32], [0, 30, 30, 30]]
+    assert center_boxes(sizes, (32, 64)).tolist() == [[32, 0, 32, 64], [8, 0, 16, 32], [0, 15, 30, 60]]
+    assert center_boxes(sizes[:1], 32, crop_pct=0.5).tolist() == [[32, 16, 32, 32]]
+    assert center_boxes(sizes, 32, crop_mode="squash").tolist() == [[0, 0, 96, 64], [0, 0, 32, 32], [0, 0, 30, 90]]
+    assert center_boxes(sizes[:1], (32, 8), crop_pct=0.5, crop_mode="squash").tolist() == [[24, 16, 48, 32]]
+
+
+@pytest.mark.parametrize("size", [(100, 60), (47, 31), (31, 47), (20, 23), (1, 9), (354, 354)])
+@pytest.mark.parametrize("crop_pct", [1.0, 0.875, 24 / 29])
+def test_center_boxes_lie_where_torchvision_crops(size, crop_pct):
+    short = round(24 / crop_pct) if crop_pct != 0.875 else 27
+    resized = TF.resize(torch.zeros(1, *size), short).shape[1:]
+    ramp = torch.arange(resized[0] * resized[1]).reshape(1, *resized)
+    top, left = divmod(int(TF.center_crop(ramp, [24, 24])[0, 0, 0]), resized[1])
+    (box,) = center_boxes(torch.tensor([size]), 24, crop_pct).tolist()
+    units = [n / m for n, m in zip(size, resized)] * 2
+    np.testing.assert_allclose(box, np.array([top, left, 24, 24]) * units, rtol=1e-6)
 
 
 def test_center_view_of_a_fitting_image_only_normalises():

@@ -79,6 +79,16 @@ def test_transparency_is_laid_over_white():
     assert (found[:, 10:] == 255).all()
 
 
+@pytest.mark.parametrize(("mode", "colour"), [("RGB", (200, 10, 20)), ("L", 100), ("1", 0)])
+def test_a_transparent_colour_is_laid_over_white(mode, colour):
+    image = Image.new(mode, (20, 12), colour)
+    image.putpixel((3, 2), (1, 2, 3) if mode == "RGB" else 1)
+    found = decode.decode(saved(image, "PNG", transparency=colour), "x")
+    assert found.shape == (12, 20, 3 if mode == "RGB" else 1)
+    assert found[2, 3].tolist() == {"RGB": [1, 2, 3], "L": [1], "1": [255]}[mode]
+    assert (found == 255).all(2).sum() == 12 * 20 - (mode != "1")
+
+
 def test_palette_and_bilevel():
     palette = Image.fromarray(COLOUR).quantize(16)
     assert np.array_equal(decode.decode(saved(palette, "PNG"), "x"), np.asarray(palette.convert("RGB")))
@@ -86,12 +96,23 @@ def test_palette_and_bilevel():
     assert np.array_equal(decode.decode(saved(bits, "PNG"), "x")[..., 0], (COLOUR[..., 0] > 127) * 255)
 
 
-def test_exif_orientation_is_applied():
+@pytest.mark.parametrize("format", ["PNG", "TIFF"])
+def test_exif_orientation_is_applied(format):
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn clockwise to display
-    data = saved(Image.fromarray(COLOUR), "PNG", exif=exif)
+    data = saved(Image.fromarray(COLOUR), format, exif=exif)
     assert decode.header(data, "x")[:2] == (20, 12)
     assert np.array_equal(decode.decode(data, "x"), np.rot90(COLOUR, -1))
+
+
+def test_what_is_no_image_is_told_plainly(tmp_path: Path):
+    (tmp_path / "a.jpg").touch()
+    for read in (decode.header, decode.decode):
+        for empty in (b"", tmp_path / "a.jpg"):
+            with pytest.raises(BadImage, match=r"^cannot read image x: it is empty$"):
+                read(empty, "x")
+        with pytest.raises(BadImage, match=r"x: its 13 bytes are none of JPEG, PNG, WEBP, TIFF, BMP, GIF$"):
+            read(b"<html></html>", "x")
 
 
 def test_npy(tmp_path: Path):

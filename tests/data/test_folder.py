@@ -1,3 +1,4 @@
+import os
 import warnings
 from pathlib import Path
 
@@ -21,6 +22,16 @@ def put(path: Path, mode: str = "RGB", size: tuple[int, int] = (10, 8)) -> None:
         Image.fromarray(RNG.integers(0, 65536, size, dtype=np.uint16)).save(path)
     else:
         Image.fromarray(RNG.integers(0, 256, shape, dtype=np.uint8), mode).save(path)
+
+
+def test_names_that_are_no_text(tmp_path):
+    """Bytes of another encoding than the system's, as old archives leave them."""
+    for name in (b"a\xff/1.png", b"a\xff/2.png", b"b/\xe9.png", b"b/2.png"):
+        put(tmp_path / os.fsdecode(name))
+    splits = load(f"folder:{tmp_path}")
+    assert len(splits.train) == len(splits.test) == 2
+    assert splits.train.read(0).shape == (10, 8, 3)
+    assert splits.train.fingerprint() != splits.test.fingerprint()
 
 
 def test_class_folders_hold_out_a_tenth_of_each(tmp_path):

@@ -195,13 +195,34 @@ def test_an_autoencoder_of_other_channels_is_refused() -> None:
 
 
 @pytest.mark.parametrize("setting", ["latents_mean", "latents_std"])
-def test_an_autoencoder_with_statistics_for_each_channel_is_refused(setting: str) -> None:
+def test_an_autoencoder_with_half_the_statistics_is_refused(setting: str) -> None:
     model = StandIn()
     model.config |= {"latents_mean": None, "latents_std": None}
-    Autoencoder(model, "some/vae")
+    plain = Autoencoder(model, "some/vae").space
+    assert plain == Autoencoder(StandIn(), "some/vae").space
     model.config[setting] = (0.1, 0.2, 0.3)
-    with pytest.raises(DataError, match="some/vae has a mean and a deviation for each channel"):
+    with pytest.raises(DataError, match="has one of latents_mean and latents_std; expected both"):
         Autoencoder(model, "some/vae")
+
+
+def test_statistics_of_each_channel_are_applied_as_diffusers_does(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers", reason="the extra 'latents' is not installed")
+    torch.manual_seed(0)
+    made = diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, scaling_factor=0.5,
+        latents_mean=[0.1, -0.2, 0.3, 0.4], latents_std=[2.0, 0.5, 1.0, 3.0],
+    )  # fmt: skip
+    made.save_pretrained(tmp_path / "vae")
+    own, images = open_autoencoder(str(tmp_path / "vae")), torch.rand(2, 3, 16, 16) * 2 - 1
+    mean, std = (torch.tensor(made.config[f"latents_{what}"]).view(1, 4, 1, 1) for what in ("mean", "std"))
+    with torch.no_grad():
+        raw = made.eval().encode(images).latent_dist
+        assert torch.allclose(own.encode(images), (raw.mean - mean) * 0.5 / std, atol=1e-5)
+        assert torch.allclose(own.decode(own.encode(images)), made.decode(raw.mean).sample, atol=1e-4)
+    assert torch.allclose(own.moments(images)[1], raw.std / std, atol=1e-5)  # as images are drawn in training
+    made.register_to_config(latents_std=[1.0] * 4)
+    assert Autoencoder(made, "vae").space.weights != own.space.weights  # so that no other latents are taken for these
 
 
 @pytest.mark.parametrize("name", ["/moved/vae", "./vae", "vae"])

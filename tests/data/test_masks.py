@@ -25,7 +25,7 @@ def test_a_mask_is_of_a_format_that_images_are_read_in(tmp_path: Path, monkeypat
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "m.eps")
     (tmp_path / "m.eps").rename(tmp_path / "m.png")
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("it starts a program"))
-    with pytest.raises(BadImage, match="cannot identify"):
+    with pytest.raises(BadImage, match="bytes are none of JPEG, PNG"):
         read_mask(tmp_path / "m.png")
 
 

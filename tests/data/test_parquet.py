@@ -316,3 +316,27 @@ def test_hub_failures_say_what_to_check(tmp_path, monkeypatch):
     monkeypatch.setattr(Hub, "list_repo_files", offline)
     with pytest.raises(DataError, match="ConnectionError"):
         load("hf:someone/pets")
+
+
+def test_columns_without_images_are_refused(tmp_path):
+    write(tmp_path / "train-0.parquet", noise(3), [0, 1, 2])
+    with pytest.raises(DataError, match="column 'fine_label' holds int64, expected images"):
+        load(f"parquet:{tmp_path}?image=fine_label")
+    pq.write_table(pa.table({"picture": pa.array([b""], pa.binary())}), tmp_path / "train-1.parquet")
+    with pytest.raises(DataError, match=r"train-1\.parquet has no column 'img', which .*train-0\.parquet has"):
+        load(f"parquet:{tmp_path}")
+
+
+def test_no_rows(tmp_path):
+    pq.write_table(pa.table({"img": pa.array([], _IMAGE)}), tmp_path / "train.parquet")
+    with pytest.raises(DataError, match=f"{tmp_path.name}: no images in the train split"):
+        load(f"parquet:{tmp_path}")
+
+
+def test_where_a_large_set_cannot_be_unpacked_a_remedy_is_named(tmp_path, monkeypatch):
+    write(tmp_path / "train.parquet", noise(3), [0, 1, 2])
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(parquet, "_SPILL_SHARE", 0)
+    monkeypatch.setenv("RESIDUA_DATA", str(tmp_path / "file"))
+    with pytest.raises(DataError, match=r"unpacked into .*file/arrow, where they cannot .* set RESIDUA_DATA"):
+        load(f"parquet:{tmp_path}")

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data import create_transform
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import resize
 
@@ -38,6 +39,23 @@ def test_same_numbers_as_the_feed_gives(tmp_path):
     batch = next(Feed(source, "cpu", img_size=24).iterate([torch.arange(3)]))
     ours = center_view(batch, PRE.img_size, PRE.mean, PRE.std, PRE.crop_pct)
     torch.testing.assert_close(PRE([tmp_path / f"{k}.jpg" for k in range(3)]), ours, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "shape", [(40, 40), (41, 40), (40, 53), (47, 31), (30, 47), (17, 30), (24, 25), (1, 5), (5, 1)]
+)
+@pytest.mark.parametrize("crop_pct", [1.0, 0.9, 0.875])
+def test_the_same_pixels_as_timms_transform(shape, crop_pct):
+    """Even of noise, of which PIL cuts off what overshoots between the axes; a tie may round to either side."""
+    noise = RNG.integers(0, 256, (*shape, 3), dtype=np.uint8)
+    plain = replace(PRE, mean=(0.0,) * 3, std=(1.0,) * 3, crop_pct=crop_pct)
+    pres = [plain, replace(plain, interpolation="bilinear"), replace(plain, img_size=(25, 25))]
+    pres += [replace(plain, interpolation="bilinear", crop_mode="squash", img_size=(24, 20))]
+    pres += [replace(plain, interpolation="bilinear", img_size=(24, 20))]  # all that timm has for the centre of these
+    for pre in pres:
+        how = {"crop_pct": crop_pct, "crop_mode": pre.crop_mode, "interpolation": pre.interpolation}
+        theirs = create_transform((3, *pre.img_size), mean=pre.mean, std=pre.std, **how)(Image.fromarray(noise))
+        assert ((pre(noise) - theirs) * 255).round().abs().max() <= 2
 
 
 def test_squashed_images_are_seen_whole(tmp_path):
@@ -111,6 +129,8 @@ def test_wrong_arguments(tmp_path):
         Preprocessing((8, 8), (0.1, 0.2), (1.0, 1.0, 1.0))
     with pytest.raises(DataError, match="'border', expected one of center, squash"):
         replace(PRE, crop_mode="border")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"crop_pct 1\.15, expected"):
+        replace(PRE, crop_pct=1.15)
     with pytest.raises(BadImage, match=r"nothing\.png"):
         PRE(tmp_path / "nothing.png")
     with pytest.raises(DataError, match="no images"):

@@ -1,7 +1,9 @@
 import numpy as np
+import pytest
 from PIL import Image
 
-from residua.data import load, preview
+from residua.data import BadImage, DataError, load, preview
+from residua.data.errors import DataWarning
 
 
 def test_grid_shows_the_images(tmp_path):
@@ -28,3 +30,20 @@ def test_odd_channels_can_be_shown(tmp_path):
         page = Image.open(preview(load(f"folder:{tmp_path / folder}"), tmp_path / "page.png", img_size=16))
         assert page.mode == "RGB"
         assert np.asarray(page)[2:-2, 2:-2].std() > 20
+
+
+def test_unreadable_images_are_left_out_if_told(tmp_path):
+    files = [tmp_path / f"{i}.bmp" for i in range(4)]
+    for i, file in enumerate(files):
+        Image.new("RGB", (16, 16), (60 * i, 0, 0)).save(file)
+    files[1].write_bytes(files[1].read_bytes()[:200])
+    splits, page = load(f"folder:{tmp_path}"), tmp_path / "page" / "all.png"
+    with pytest.raises(BadImage, match=r"1\.bmp"):
+        preview(splits, page)
+    with pytest.warns(DataWarning, match=r"1 of 4 train images cannot be read and are skipped: 1\.bmp"):
+        preview(splits, page, on_bad_image="skip")
+    assert set(np.asarray(Image.open(page))[..., 0].ravel()) == {0, 120, 180, 255}
+    for file in files:
+        file.write_bytes(file.read_bytes()[:200])
+    with pytest.warns(DataWarning, match="4 of 4"), pytest.raises(DataError, match="none of the 64 images to show"):
+        preview(splits, page, on_bad_image="skip")

@@ -11,7 +11,8 @@ from PIL import Image
 from sklearn.metrics import jaccard_score
 
 from residua import cli
-from residua.data import DataError, Splits, load
+from residua.data import BadImage, DataError, Splits, load
+from residua.data.errors import DataWarning
 from residua.data.masks import with_masks
 from residua.evaluate import segment
 from residua.evaluate.features import preprocessing_of
@@ -172,6 +173,22 @@ def test_images_without_a_mask_are_left_out_and_counted(vit: ViT, pictures: Path
     assert (result.n_images, result.without_mask) == (9, 3)
 
 
+def test_unreadable_images_are_left_out_if_told(vit: ViT, pictures: Path) -> None:
+    (pictures / "images/3.jpg").write_bytes(b"")
+    whole = (pictures / "images/5.jpg").read_bytes()
+    (pictures / "images/5.jpg").write_bytes(whole[: len(whole) // 2])
+    data = f"folder:{pictures}/images"
+    with pytest.raises(BadImage):
+        segment(vit, data, masks=pictures / "masks", baselines=False)
+    with pytest.warns(DataWarning, match=r"2 of 12 train images cannot be read and are skipped: 3\.jpg, 5\.jpg"):
+        result = segment(vit, data, masks=pictures / "masks", baselines=False, on_bad_image="skip")
+    assert result.n_images == len(result.truth) == len(result.labels) == 10
+    shown = {result.source.identify(i) for i in range(10)}
+    assert shown.isdisjoint({"3.jpg", "5.jpg"})
+    assert len(shown) == 10
+    result.picture()
+
+
 def test_colour_masks_name_their_colours(vit: ViT, pictures: Path) -> None:
     for i in range(12):
         with Image.open(pictures / f"masks/{i}.png") as image:
@@ -257,6 +274,11 @@ def test_the_command(vit: ViT, pictures: Path, capsys) -> None:
     stored = json.loads((pictures / "s.json").read_text())
     assert (stored["n_images"], stored["classes"], stored["without_mask"]) == (8, ["0", "4"], 1)
     assert Image.open(pictures / "s.png").size[1] == 3 * 132 - 4
+    (pictures / "images/2.jpg").write_bytes(b"")
+    assert cli.main(["segment", weights, *where[:2], "--device=cpu"]) == 2
+    assert "it is empty" in capsys.readouterr().err
+    assert cli.main(["segment", weights, *where[:2], "--device=cpu", "--on-bad-image=skip"]) == 0
+    assert "1 of 11 train images cannot be read" in capsys.readouterr().out
     assert cli.main(["segment", weights, "--data", f"folder:{pictures}/images"]) == 2
     assert "no pixel masks" in capsys.readouterr().err
     assert cli.main(["segment", weights]) == 2

@@ -1,0 +1,41 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write what shall be `path`: a file beside it that takes its place when written, and is gone otherwise.
+
+    Readers see the old file or the new one; of several writers, the last one's stays.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+    try:
+        yield part
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):  # what went wrong before is told
+            part.unlink()
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """A file that is whole even after a power cut."""
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
+        sync(part)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

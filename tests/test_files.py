@@ -1,0 +1,53 @@
+"""Files that are there whole or not at all."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from residua import files
+
+
+def test_a_text_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    files.write_text(path, "old")
+    monkeypatch.setattr(files, "sync", lambda p: (_ for _ in ()).throw(OSError("cut off here")))
+    with pytest.raises(OSError, match="cut off"):
+        files.write_text(path, "new and longer")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_nothing_is_left_of_what_was_not_finished(tmp_path: Path, error: BaseException) -> None:
+    def write() -> None:
+        with files.replacing(tmp_path / "a.bin") as part:
+            part.write_bytes(b"half")
+            assert part.parent == tmp_path
+            raise error
+
+    with pytest.raises(type(error)):
+        write()
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_failed_is_told_where_the_folder_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="gone"):
+        files.write_text(tmp_path / "gone" / "a.txt", "text")
+
+
+def test_a_new_file_has_the_permissions_of_any_other(tmp_path: Path) -> None:
+    files.write_text(tmp_path / "ours", "text")
+    (tmp_path / "plain").write_text("text")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_two_writers_do_not_share_what_is_unfinished(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    with files.replacing(path) as one:
+        one.write_text("one")
+        with files.replacing(path) as two:
+            two.write_text("two")
+        assert path.read_text() == "two"
+    assert path.read_text() == "one"
+    assert os.listdir(tmp_path) == ["a.txt"]
