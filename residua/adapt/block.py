@@ -156,12 +156,12 @@ class Faded(nn.Module):
         return x if kind.wrap is None else kind.wrap(self, x)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Alphas follow the block to a device, and stay float32 where it becomes half precision."""
+        """Alphas follow the block to a device, and keep type and values whatever becomes of its weights: half
+        precision, or nothing at all on `meta` and by `to_empty`."""
         before = getattr(self, ALPHA)
         super()._apply(fn, recurse)
         after = getattr(self, ALPHA)
-        if after.dtype != before.dtype:
-            setattr(self, ALPHA, before.to(after.device))
+        setattr(self, ALPHA, before if after.is_meta else before.to(after.device))
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -193,7 +193,7 @@ def check_fades(block: nn.Module, kind: Kind) -> None:
 def install(block: nn.Module, kind: Kind, alphas: Tensor, scale: float = 1.0, index: int = 0) -> None:
     """Let a block fade; where it does already, with these alphas from now on."""
     check_fades(block, kind)
-    where = next((p.device for p in block.parameters()), torch.device("cpu"))
+    where = next((p.device for p in block.parameters() if not p.is_meta), torch.device("cpu"))
     if isinstance(block, Faded):
         getattr(block, ALPHA).copy_(alphas)
     else:

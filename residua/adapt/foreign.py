@@ -6,7 +6,6 @@ import copy
 import hashlib
 import math
 from collections.abc import Set
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from residua.nn.stream import Tap
 
 from .block import SCALE
 from .generic import evaluating
-from .model import Located, blocks_of, fade, is_own, shortcuts, tapped, unfade
+from .model import Located, blocks_of, fade_like, is_own, shortcuts, tapped, unfade, unwrapped
 from .names import SOURCE, open_model
 
 _NORMED = {
@@ -31,7 +30,7 @@ _NORMED = {
 def encoder_of(model: nn.Module) -> Any:
     """What of a model is read layer by layer: our encoder, or a foreign model seen as one."""
     if is_own(model):
-        return own_encoder_of(model)
+        return own_encoder_of(unwrapped(model))
     return Foreign(model)
 
 
@@ -44,13 +43,14 @@ class Foreign(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
         self.preprocessing = preprocessing_of(model)
+        self.model = model = unwrapped(model)
         self.img_size, self.in_chans = self.preprocessing.img_size, self.preprocessing.in_chans
-        example = torch.zeros(1, self.in_chans, *self.img_size)
-        self.located: list[Located] = blocks_of(model, example.to(next(model.parameters())))
+        example = torch.zeros(2, self.in_chans, *self.img_size)
+        self.located: list[Located] = _in_order_of_calls(model, example.to(next(model.parameters())))
         self.depth = len(self.located)
         self.channels = [_widths(at.block) for at in self.located]
+        self.channels_last: bool = getattr(model, "output_fmt", "") == "NHWC"  # as timm's models say
         self.patch_size = (1, 1)  # images of any size may be tried
         self.num_prefix_tokens = prefix_tokens(model)
 
@@ -74,6 +74,7 @@ class Foreign(nn.Module):
 
     def forward_features(self, images: Tensor, tap: Tap | None = None, keep: Tensor | None = None) -> Tensor:
         """Images -> the last layer's tokens; `tap` sees those of every block as `blocks.I.mlp`."""
+        images = images.to(next(self.model.parameters()).dtype)
         if images.shape[1] == 1 and self.in_chans > 1:
             images = images.expand(-1, self.in_chans, -1, -1)
         numbers = {at.name: i for i, at in enumerate(self.located)}
@@ -82,19 +83,33 @@ class Foreign(nn.Module):
         def seen(name: str, x: Tensor) -> None:
             last[:] = [x]
             if tap is not None:
-                tap(f"blocks.{numbers[name]}.mlp", as_tokens(x, self.channels[numbers[name]]))
+                tap(f"blocks.{numbers[name]}.mlp", as_tokens(x, self.channels[numbers[name]], self.channels_last))
 
         with tapped(self.model, seen, self.located):
             out = _run(self.model, images)
-        return as_tokens(last[0] if out is None else out, self.channels[-1])
+        return as_tokens(last[0] if out is None else out, self.channels[-1], self.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.forward_features(images)
 
 
+@torch.no_grad()
+def _in_order_of_calls(model: nn.Module, images: Tensor) -> list[Located]:
+    """The blocks that reading a model calls, in the order in which it does."""
+    located = {at.name: at for at in blocks_of(model, images)}
+    called: list[str] = []
+    with evaluating(model), tapped(model, lambda name, _: called.append(name), [*located.values()]):
+        _run(model, images)
+    if not called:
+        raise ValueError(
+            f"{type(model).__name__} calls none of its {len(located)} residual blocks: no layer can be read"
+        )
+    return [located[name] for name in dict.fromkeys(called)]
+
+
 def preprocessing_of(model: nn.Module) -> Preprocessing:
     """What a foreign model was given, by `open_model` or by hand."""
-    own: Any = getattr(model, "preprocessing", None)
+    own: Any = getattr(model, "preprocessing", None) or getattr(unwrapped(model), "preprocessing", None)
     if own is None and hasattr(getattr(model, "config", None), "vocab_size"):
         raise ValueError(f"{type(model).__name__} reads text: what is measured here are layers of models of images")
     if own is None:
@@ -111,13 +126,15 @@ def _widths(block: nn.Module) -> set[int]:
     return norms or {module.out_channels for module in block.modules() if isinstance(module, nn.Conv2d)}
 
 
-def as_tokens(x: Tensor, widths: Set[int] = frozenset()) -> Tensor:
-    """A stream as (B, T, D). Of a map the channels come first, unless only the last axis is as wide as one may be."""
+def as_tokens(x: Tensor, widths: Set[int] = frozenset(), channels_last: bool = False) -> Tensor:
+    """A stream as (B, T, D). Which axis of a map is as wide as its channels may be tells them from positions; where
+    both ends are, or neither, `channels_last` does."""
     if x.ndim == 2:
         return x.unsqueeze(1)
     if x.ndim != 4:
         return x
-    last = x.shape[-1] in widths and x.shape[1] not in widths
+    ends = [n in widths for n in (x.shape[1], x.shape[-1])]
+    last = ends[1] if ends[0] != ends[1] else channels_last
     return x.flatten(1, 2) if last else x.flatten(2).transpose(1, 2)
 
 
@@ -139,7 +156,8 @@ def _run(model: Any, images: Tensor) -> Tensor | None:
     config = getattr(base, "config", None)
     side = getattr(config, "image_size", None)
     resized = isinstance(side, int) and tuple(images.shape[2:]) != (side, side)
-    options = {"interpolate_pos_encoding": True} if resized else {}
+    resizes = resized and type(base).__module__.startswith("transformers.")
+    options = {"interpolate_pos_encoding": True} if resizes else {}
     if hasattr(config, "mask_ratio"):
         return _unmasked(base, images, options)
     out = base(images, **options)
@@ -172,7 +190,8 @@ def prefix_tokens(model: Any) -> int:
     base = _body(model)
     ends = ("cls_token", "class_embedding", "distillation_token")
     tokens = sum(name.endswith(ends) for name, _ in base.named_parameters())
-    return tokens + int(getattr(getattr(base, "config", None), "num_register_tokens", 0) or 0)
+    registers = max(int(getattr(of, "num_register_tokens", 0) or 0) for of in (base, getattr(base, "config", None)))
+    return tokens + registers
 
 
 def _source(model: nn.Module) -> dict[str, Any] | None:
@@ -203,9 +222,8 @@ def untrained(model: nn.Module) -> nn.Module:
     _wake(twin)
     pre: Any = getattr(model, "preprocessing", None)
     twin.preprocessing = pre
-    faded = shortcuts(model)
-    if faded is not None:
-        fade(twin, example=torch.zeros(1, pre.in_chans, *pre.img_size), **asdict(faded.decay))
+    if shortcuts(model) is not None:
+        fade_like(twin, model)
     return twin.eval()
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,10 @@ class Call:
 def find_generic(model: nn.Module, example: Any = None, known: Sequence[Found] = ()) -> list[Found]:
     """Name, block and kind of every block that is residual as a whole, in the order of their calls, `known` ones among
     them; ValueError says why there are none, or which block is in the way."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is on meta, and blocks of unknown kinds are found by running it: give it weights"
+        )
     if not list(model.children()):
         raise ValueError(
             f"{type(model).__name__}: no residual blocks found; looked for modules inside it that map x to x + F(x)"
@@ -126,7 +131,7 @@ class Finder:
         if len(names) < 2:
             raise ValueError(
                 f"{type(self.model).__name__}: no residual blocks found: of {len(self.calls)} modules fewer than two "
-                f"map x to x + F(x)"
+                f"map x to x + F(x); where a forward adds x to what a module gives, make the sum a module of its own"
             )
         self.warn(names)
         first = {name: self.calls[name].order for name in names if name in self.calls}
@@ -153,7 +158,9 @@ class Finder:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 out = call.repeat(module, call.noise(seed))
-        except Exception:  # foreign code, on noise: whatever it raises, it is no identity
+        except Exception as error:  # foreign code, on noise: whatever it raises, it is no identity
+            if "more than 1 value per channel" in str(error):  # batch norm in training
+                raise ValueError(f"{type(self.model).__name__}: {name} needs an example of several samples") from error
             return None
         finally:
             module.eval()
@@ -354,7 +361,7 @@ def record(model: nn.Module, example: Any = None) -> tuple[dict[str, Call], list
             handles.append(module.register_forward_pre_hook(before(name)))
             handles.append(module.register_forward_hook(after(name, module), with_kwargs=True))
     try:
-        with evaluating(model), torch.no_grad(), sums:
+        with evaluating(model), torch.no_grad(), eager(), sums:
             run_on_example(model, example, forget)
     finally:
         for handle in handles:
@@ -366,8 +373,16 @@ def count_streams(args: tuple[Any, ...], out: Any) -> int:
     """How many tensors of a module's output, where that is several, have the shapes of its inputs one by one."""
     taken = [t for a in args for t in (a if isinstance(a, tuple | list) else (a,)) if isinstance(t, Tensor)]
     given = [t for t in out if isinstance(t, Tensor)] if isinstance(out, tuple | list) else [out]
-    same = [a for a, b in zip(taken, given) if isinstance(b, Tensor) and a.shape == b.shape and a.is_floating_point()]
-    return max(len(same), 1)
+    pairs = [(a, b) for a, b in zip(taken, given) if isinstance(b, Tensor) and a.is_floating_point()]
+    same = [a is b for a, b in pairs if a.shape == b.shape]
+    return len(same) if same.count(False) > 1 else 1  # what is only handed on, such as a bias, is no stream
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """While open, what was compiled runs as it was written: compiled code does not see hooks that came later."""
+    with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
+        yield
 
 
 @contextmanager
@@ -385,13 +400,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def run_on_example(model: nn.Module, example: Any, reset: Callable[[], None]) -> None:
     """Call the model with the example, or with noise: of few pixels, or of as many as the model wants."""
     if example is not None:
-        args = example if isinstance(example, tuple) else (example,)
-        model(*args)
+        args, kwargs = arguments(model, example)
+        model(*args, **kwargs)
         return
     sizes = default_sizes(model)
     if not sizes:
         raise NoExample(
-            f"{type(model).__name__} does not say which input it takes: pass example=, a batch or a tuple of arguments"
+            f"{type(model).__name__} does not say which input it takes: pass example=, a batch, a tuple of "
+            "arguments or a dict of named ones; to stream, the images"
         )
     like = next(model.parameters())
     failed: Exception | None = None
@@ -404,6 +420,13 @@ def run_on_example(model: nn.Module, example: Any, reset: Callable[[], None]) ->
         except (RuntimeError, ValueError, AssertionError, IndexError) as error:
             failed = error
     raise NoExample(f"{type(model).__name__} does not run on images {sizes[-1]}: pass example= ({failed})") from failed
+
+
+def arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What to call a model with: a batch, a tuple of arguments, or a dict of those that its forward has by name."""
+    if isinstance(example, Mapping) and set(example) <= set(inspect.signature(model.forward).parameters):
+        return (), dict(example)
+    return (example if isinstance(example, tuple) else (example,)), {}
 
 
 def default_sizes(model: nn.Module) -> list[tuple[int, int, int]]:

@@ -22,6 +22,7 @@ from residua.nn.stream import unfade as own_unfade
 from .block import (
     ALPHA,
     INDEX,
+    SCALE,
     Faded,
     Kind,
     check_fades,
@@ -33,7 +34,7 @@ from .block import (
     uninstall,
 )
 from .diffusers_blocks import KINDS as DIFFUSERS
-from .generic import NoExample, find_generic, strangers
+from .generic import NoExample, arguments, eager, evaluating, find_generic, strangers
 from .timm_blocks import KINDS as TIMM
 from .torchvision_blocks import KINDS as TORCHVISION
 from .transformers_blocks import ASIDE
@@ -52,8 +53,20 @@ class Located(NamedTuple):
     kind: Kind
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DataParallel, DistributedDataParallel or torch.compile: these change how it runs alone."""
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model
+
+
 def is_own(model: nn.Module) -> bool:
     """Does the model describe its steps itself, as all of ours do?"""
+    model = unwrapped(model)
     part = getattr(model, "encoder", model)
     return all(hasattr(part, name) for name in ("steps", "embed", "shortcut"))
 
@@ -71,7 +84,10 @@ def blocks_of(model: nn.Module, example: Any = None) -> list[Located]:
             name, block, kind = refused[0]
             raise ValueError(f"{name}, a {plain_class(block).__name__}, cannot be read as x + F(x): {kind.reason}")
         if _faded_as_one(known):
-            return _in_order(known)
+            known = _in_order(known)
+            # blocks found by structure, and only a part of the model was faded: others may be found beside them
+            partly = not hasattr(model, DECAY) and any(at.kind.whole for at in known)
+            return _with_unknown(model, known, example) if partly else known
         if _is_whole(model, known) or isinstance(known[0].block, Faded):
             return known
         return _with_unknown(model, known, example)
@@ -102,8 +118,12 @@ def _with_unknown(model: nn.Module, known: list[Located], example: Any) -> list[
 
 def _known(model: nn.Module) -> list[Located]:
     found: list[Located] = []
+    seen: set[nn.Module] = set()  # a block that several parents share is one block
 
     def visit(name: str, module: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
         if isinstance(module, Faded):
             found.append(Located(name, module, module.residua_kind))
             return
@@ -146,18 +166,20 @@ def stream(model: nn.Module, images: Any = None, *context: Any, **named: Any) ->
     >>> for step in residua.stream(timm.create_model("vit_small_patch16_224")):
     ...     print(step.name, float(step.alpha))
 
-    With images (B, C, H, W), or whatever else the model takes, every step also carries its input and is bound to what
-    its block was called with: masks, positions, conditioning.
+    With images (B, C, H, W), or whatever else the model takes, by name too, every step also carries its input and is
+    bound to what its block was called with: masks, positions, conditioning.
     """
+    model = unwrapped(model)
     if is_own(model):
         with _buffers_kept(model):
             return own_stream(model, images, *context)
-    if images is None:
+    if images is None and not named:
         return Stream([step for at in blocks_of(model) for step in steps_of(at.block, at.kind, at.name)])
-    located = blocks_of(model, (images, *context))
+    given = () if images is None else (images, *context)
+    located = blocks_of(model, given or named)
     bound: list[Step] = []
     with _buffers_kept(model):
-        for at, args, kwargs in _calls(model, located, (images, *context), _uncached(model) | named):
+        for at, args, kwargs in _calls(model, located, given, _uncached(model) | named):
             x, args, kwargs = split(at.kind, args, kwargs)
             for step in steps_of(at.block, at.kind, at.name, args, kwargs):
                 bound.append(replace(step, input=x))
@@ -198,24 +220,34 @@ def _calls(
         for at in located
     ]
     try:
-        model(*args, **kwargs)
+        with eager():
+            model(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
     return calls
 
 
+def _as_called(model: nn.Module, located: list[Located], example: Any) -> list[Located]:
+    """Blocks in the order in which the model calls them, which need not be that of its modules; uncalled ones last."""
+    with evaluating(model), torch.no_grad():
+        calls = _calls(model, located, *arguments(model, example))
+    first = {name: i for i, name in enumerate(dict.fromkeys(at.name for at, _, _ in calls))}
+    return sorted(located, key=lambda at: first.get(at.name, len(first)))
+
+
 @contextmanager
 def tapped(model: nn.Module, tap: Tap, located: Sequence[Located] | None = None) -> Iterator[list[str]]:
     """While open, every forward pass calls `tap(name, stream)` after each block; yields the blocks' names in order."""
-    located = blocks_of(model) if located is None else located
+    located = blocks_of(unwrapped(model)) if located is None else located
 
     def hook(name: str) -> Any:
         return lambda _, __, out: tap(name, out if isinstance(out, Tensor) else out[0])
 
     handles = [at.block.register_forward_hook(hook(at.name)) for at in located]
     try:
-        yield [at.name for at in located]
+        with eager():
+            yield [at.name for at in located]
     finally:
         for handle in handles:
             handle.remove()
@@ -227,33 +259,48 @@ def fade(model: nn.Module, alpha_min: float = 1.0, *, example: Any = None, **dec
     Ours, and models of timm, torchvision, transformers and diffusers fade at every sublayer; of other models the blocks
     that map x to x + F(x) are found by structure and fade as wholes. Parameters and their names do not change: a faded
     model loads the plain one's weights and the other way round. `example` is what to call such a model with, where it
-    does not say which size of images it takes.
+    does not say which size of images it takes: a batch, a tuple of arguments or a dict of named ones. Given, it also
+    tells in which order blocks are called; without, those of known kinds fade in the order of the modules.
 
     >>> residua.fade(timm.create_model("vit_small_patch16_224"), alpha_min=0.6)
     """
-    if is_own(model):
-        return own_fade(model, alpha_min, **decay)
+    inner = unwrapped(model)
+    if is_own(inner):
+        own_fade(inner, alpha_min, **decay)
+        return model
     spec = Decay(alpha_min=alpha_min, **decay)
     if spec.schedule == "learned":
         raise ValueError("a learned alpha is a parameter, and fading adds none to a foreign model: choose a schedule")
-    located = blocks_of(model, example)
+    located = blocks_of(inner, example)
     for at in located:
         check_fades(at.block, at.kind)
+    if example is not None:
+        located = _as_called(inner, located, example)
     counts = [len(at.kind.parts(at.block)) for at in located]
     for index, (at, alphas) in enumerate(zip(located, spread(spec, counts).split(counts))):
         install(at.block, at.kind, alphas, spec.branch_scale, index)
-    setattr(model, DECAY, spec)
+    setattr(inner, DECAY, spec)
     return model
+
+
+def fade_like(model: nn.Module, other: nn.Module) -> None:
+    """Let a model fade as a faded one of the same structure does, alpha by alpha."""
+    for name, block, kind in blocks_of(other):
+        if isinstance(block, Faded):
+            alphas, *rest = (getattr(block, attribute) for attribute in (ALPHA, SCALE, INDEX))
+            install(model.get_submodule(name), kind, alphas.clone(), *rest)
+    setattr(model, DECAY, getattr(other, DECAY))
 
 
 def unfade(model: nn.Module) -> nn.Module:
     """Back to ordinary shortcuts, `alpha = 1` at every step; a foreign model is as it was."""
-    if is_own(model):
-        return own_unfade(model)
-    for module in list(model.modules()):
+    inner = unwrapped(model)
+    if is_own(inner):
+        own_unfade(inner)
+        return model
+    for module in list(inner.modules()):
         uninstall(module)
-    if hasattr(model, DECAY):
-        delattr(model, DECAY)
+        vars(module).pop(DECAY, None)  # a part may have been faded by itself
     return model
 
 
@@ -293,6 +340,7 @@ class Shortcuts:
 
 def shortcuts(model: nn.Module) -> Any:
     """The alphas of a model, ours or faded: `.alpha`, `.decay`, `.set_strength(s)`; None where nothing fades."""
+    model = unwrapped(model)
     if is_own(model):
         return residual_part(model).shortcut
     return Shortcuts(model) if hasattr(model, DECAY) else None

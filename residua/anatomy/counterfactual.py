@@ -29,7 +29,8 @@ import torch
 
 import residua.data
 from residua.evaluate.finetune import finetune
-from residua.train.checkpoint import load, write_text
+from residua.files import write_text
+from residua.train.checkpoint import load
 from residua.train.session import LOCK
 
 from .alignment import Gauge

@@ -227,13 +227,16 @@ class Products:
             warnings.simplefilter("ignore")  # about constants that tracing folds
             try:
                 linear = torch.func.linearize(self.f, self.x)[1]
-                probe = torch.vmap(linear, in_dims=1)(self.x[:, None])  # some graphs cannot be mapped over probes
+                v = torch.randn(self.x.shape, generator=torch.Generator().manual_seed(0)).to(self.x)
+                torch.vmap(linear, in_dims=1)(v[:, None])  # some graphs cannot be mapped over probes
+                again, plain = linear(v), torch.func.jvp(self.f, (self.x,), (v,))[1]
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # whatever tracing does not support: the plain product serves
                 return
-        del probe
-        self._linear = linear
+        # what f changes in place is a constant of the graph, and changes with every call of it
+        if (again - plain).norm() <= torch.finfo(v.dtype).eps ** 0.5 * plain.norm():
+            self._linear = linear
 
     def outputs(self, u: Tensor) -> Tensor:
         return u.reshape(*u.shape[:2], *self.shape)
@@ -301,14 +304,17 @@ def says_what_to_do(budget: float, samples: int) -> Iterator[None]:
 def exact() -> Iterator[None]:
     """Attention by plain operations (fused kernels have no forward-mode derivative), and products in full precision."""
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    fused = torch.backends.mha.get_fastpath_enabled()  # whole encoder layers of torch.nn, in evaluation
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch.set_float32_matmul_precision(products)
         torch.backends.cudnn.allow_tf32 = convolutions
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def dense_jacobian(f: Map, x: Tensor, budget: float = 2.0) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.adapt import is_own, stream
+from residua.adapt import is_own, stream, unwrapped
 from residua.nn import Classifier, ResNet, SiT, UniformNet, UViT
 from residua.nn.stream import Step
 
@@ -62,6 +62,7 @@ def alignment(
     >>> laws = alignment(residua.load("runs/a"), images, labels, k=30)
     >>> laws.scalars()["RA2 coupling"], laws.verdicts()
     """
+    model = unwrapped(model)
     if len(context) == 1 and is_own(model) and not isinstance(model, UViT | SiT):
         labels: Tensor = torch.as_tensor(context[0])
         context = ()
@@ -69,7 +70,8 @@ def alignment(
             classes = int(labels.max()) + 1
     classes = trained_classes(model) if classes is None else classes
     twin, dtype = twin_of(model, precision), getattr(torch, precision)
-    bound = bind(twin, images.to(dtype), *(c.to(dtype) if _real(c) else c for c in context), token=token)
+    given = [value.to(dtype) if _real(value) else value for value in (images, *context)]  # not a text's numbers
+    bound = bind(twin, *given, token=token)
     size = bound.blocks[0].x[0].numel()
     options: dict[str, Any] = {"classes": classes, "gauge": gauge, "method": method, "budget": budget}
     return measure(bound.blocks, bound.end, min(k, size), progress=progress, **options)

@@ -61,6 +61,11 @@ class EncoderReader:
 
         def tap(name: str, stream: Tensor) -> None:
             if name in inner:
+                if len(stream) != len(images):
+                    raise ValueError(
+                        f"layer {inner[name]} gives {len(stream)} pieces of {len(images)} images (windows or the like) "
+                        "and cannot be read image by image: choose other layers"
+                    )
                 self._pool(out, inner[name], stream)
 
         tokens = self.encoder.forward_features(images, tap=tap)

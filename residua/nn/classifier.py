@@ -16,6 +16,8 @@ def pool(tokens: Tensor, readout: Readout, prefix: int = 1) -> Tensor:
         case "cls":
             return tokens[:, 0].float()
         case "patches":
+            if tokens.shape[1] <= prefix:
+                raise ValueError(f"of {tokens.shape[1]} tokens {prefix} come before the patches: read tokens instead")
             return tokens[:, prefix:].mean(1, dtype=torch.float32)
         case _:
             return tokens.mean(1, dtype=torch.float32)

@@ -77,8 +77,7 @@ def test_half_precision_keeps_alphas_exact_and_the_stream_half(images: Tensor) -
     out = model(images.bfloat16())
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), residua.fade(vit(), alpha_min=0.3)(images), rtol=0.1, atol=0.05)
-    model.to("meta")
-    assert alphas(model).device.type == "meta"
+    assert torch.equal(alphas(model.to("meta").to_empty(device="cpu")), before)
 
 
 def test_training_in_autocast_reaches_every_parameter(images: Tensor) -> None:
@@ -133,7 +132,7 @@ def work(rank: int, images: Tensor, store: str) -> None:
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 def test_two_processes_take_the_step_of_one(tmp_path: Any) -> None:
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    torch.multiprocessing.start_processes(work, (images, str(tmp_path)), nprocs=2, start_method="fork")
+    torch.multiprocessing.start_processes(work, (images, str(tmp_path)), nprocs=2, start_method="spawn")
     alone = one_step(residua.fade(vit(), alpha_min=0.5).train(), images)
     plain = one_step(vit().train(), images)
     for rank in (0, 1):

@@ -372,3 +372,58 @@ def test_finding_leaves_the_model_as_it_was() -> None:
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_without_weights_says_what_it_needs() -> None:
+    with torch.device("meta"):
+        model = Backwards()
+    with pytest.raises(ValueError, match="on meta"):
+        residua.stream(model, torch.randn(2, 5, 8, device="meta"))
+
+
+def test_sums_outside_of_modules_are_told_what_to_become() -> None:
+    class Inline(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for module in self:
+                x = x + module(x)
+            return x
+
+    with pytest.raises(ValueError, match="make the sum a module of its own"):
+        residua.stream(nn.Sequential(Inline(nn.Linear(8, 8), nn.Linear(8, 8))), torch.randn(2, 8))
+
+
+def test_batch_norm_asks_for_several_samples() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.norm(self.linear(x))
+
+    model = nn.Sequential(Normed(), Normed())
+    with pytest.raises(ValueError, match="several samples"):
+        residua.stream(model, torch.randn(1, 8))
+    assert len(residua.stream(model, torch.randn(2, 8))) == 2
+
+
+def test_what_is_handed_on_is_no_stream() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+            return x + self.linear(x) * bias, bias
+
+    class Biases(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Biased(), Biased()])
+
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            for block in self.blocks:
+                x, bias = block(x, bias)
+            return x
+
+    assert len(residua.stream(Biases(), torch.randn(2, 5, 8), torch.randn(2, 5, 1))) == 2

@@ -329,3 +329,25 @@ def test_matrices_larger_than_the_memory_are_refused(monkeypatch: pytest.MonkeyP
         with pytest.raises(torch.OutOfMemoryError, match=r"2 Jacobians of 20 x 20 take .* use method lanczos"):
             jacobian_svd(torch.tanh, x, 2, method=method)
     assert jacobian_svd(torch.tanh, x, 2, method="lanczos").converged.all()
+
+
+def test_what_a_map_changes_in_place_does_not_pile_up() -> None:
+    weight = torch.randn(12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def f(x: Tensor) -> Tensor:
+        scale = torch.zeros(12, 12, dtype=x.dtype)
+        scale += torch.eye(12, dtype=x.dtype)
+        return torch.tanh(x @ (weight * scale))
+
+    x = torch.randn(3, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = torch.linalg.svdvals(torch.stack([torch.func.jacrev(f)(sample) for sample in x]))
+    torch.testing.assert_close(jacobian_svd(f, x, 3, method="lanczos").S, expected[:, :3])
+
+
+def test_a_layer_of_torch_has_a_forward_mode() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True).eval().requires_grad_(False)
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    assert Products(layer, x).forward_mode
+    assert torch.backends.mha.get_fastpath_enabled()
+    expected = torch.func.jacrev(lambda z: layer(z[None]).flatten())(x[0]).reshape(24, 24)
+    torch.testing.assert_close(jacobian_svd(layer, x, 3).S[0], torch.linalg.svdvals(expected)[:3], atol=1e-4, rtol=1e-4)

@@ -266,3 +266,16 @@ def test_a_transformer_of_transformers_takes_other_image_sizes() -> None:
     images = torch.randn(1, 3, 8, 16)
     own = net(images, interpolate_pos_encoding=True, output_hidden_states=True).hidden_states[-1]
     torch.testing.assert_close(bind(net, images).end, own)
+
+
+def test_a_language_model_is_measured_at_its_tokens() -> None:
+    from transformers import GPT2Config, GPT2Model
+
+    torch.manual_seed(0)
+    model = GPT2Model(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=20, n_positions=8)).eval()
+    tokens = torch.randint(20, (2, 5))
+    laws = alignment(model, tokens, k=3)
+    step = residua.stream(model.double(), tokens)[1]
+    assert step.input is not None
+    own = dense_jacobian(step.branch, step.input.detach())
+    torch.testing.assert_close(laws.S[:, 1], torch.linalg.svdvals(own)[:, :3])

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -67,6 +68,19 @@ def test_channels_last_is_recognised() -> None:
     x = torch.randn(2, 5, 6, 16)
     assert torch.equal(as_tokens(x, {16}), x.flatten(1, 2))
     assert torch.equal(as_tokens(x.permute(0, 3, 1, 2), {16}), x.flatten(1, 2))
+
+
+def test_a_map_as_high_as_it_is_wide_in_channels_goes_by_the_model() -> None:
+    x = torch.randn(2, 16, 16, 16)
+    assert torch.equal(as_tokens(x, {16}, channels_last=True), x.flatten(1, 2))
+    assert torch.equal(as_tokens(x, {16}), x.flatten(2).transpose(1, 2))
+    swin = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1), img_size=384, num_classes=0).eval()
+    swin.preprocessing = residua.data.Preprocessing((384, 384), (0.5,) * 3, (0.5,) * 3)
+    images, seen = torch.randn(1, 3, 384, 384), {}
+    with torch.no_grad():
+        Foreign(swin).forward_features(images, seen.__setitem__)
+        first = swin.layers[0](swin.patch_embed(images))
+    torch.testing.assert_close(seen["blocks.0.mlp"], first.flatten(1, 2))
     model = small("timm:swin_tiny_patch4_window7_224", img_size=56, window_size=7, embed_dim=12, num_heads=(1, 2, 2, 2))
     assert Foreign(model).widths() == [12] * 2 + [24] * 2 + [48] * 6 + [96] * 2
 
@@ -156,3 +170,46 @@ def test_what_cannot_be_read_says_why(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "no residual blocks" in refused("torchvision:vgg11", "--weights", "random", "--img-size", "64")
     pytest.importorskip("transformers")
     assert "GPT2Model reads text" in refused("transformers:gpt2", "--weights", "random")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_of_another_precision_are_read(dtype: torch.dtype, digits: Splits) -> None:
+    model = small("timm:test_vit", img_size=32)
+    plain = extract(model, digits, limit=6, splits=("test",)).test
+    found = extract(model.to(dtype), digits, limit=6, splits=("test",)).test
+    assert plain is not None
+    assert found is not None
+    torch.testing.assert_close(found.last, plain.last, atol=0.05, rtol=0.05)
+
+
+class Own(nn.Module):
+    """A class token, two registers, four patches, and a configuration that is not one of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.num_register_tokens = nn.Conv2d(1, 8, 4, 4), 2
+        self.cls_token = nn.Parameter(torch.randn(1, 1, 8))
+        self.registers = nn.Parameter(torch.randn(1, 2, 8))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.preprocessing = Preprocessing((8, 8), (0.5,), (0.5,), 1)
+        self.config = SimpleNamespace(image_size=16)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        prefix = [token.expand(len(images), -1, -1) for token in (self.cls_token, self.registers)]
+        return self.body(torch.cat([*prefix, self.patch(images).flatten(2).mT], 1))
+
+
+def test_a_model_of_ones_own_with_registers() -> None:
+    encoder, images = Foreign(Own().eval()), torch.randn(2, 1, 8, 8)
+    assert encoder.num_prefix_tokens == 3
+    torch.testing.assert_close(encoder.forward_features(images), encoder.model(images))
+
+
+def test_layers_of_pieces_of_images_are_refused_and_the_last_is_read(digits: Splits) -> None:
+    model = small("timm:mobilevit_xxs", img_size=64)
+    with pytest.raises(ValueError, match="pieces of 2 images"):
+        extract(model, digits, layers="all", limit=2, splits=("test",))
+    found = extract(model, digits, limit=2, splits=("test",)).test
+    assert found is not None
+    assert len(found.last) == 2

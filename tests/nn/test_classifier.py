@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import residua
 from residua.nn import Classifier, ViT
+from residua.nn.classifier import pool
 
 SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2}
 
@@ -104,3 +105,8 @@ def test_dropping_goes_with_recomputing(vit: ViT) -> None:
         grads.append([p.grad.clone() for p in vit.parameters()])
     for one, other in zip(*grads):
         torch.testing.assert_close(one, other)
+
+
+def test_there_is_no_mean_of_no_patches() -> None:
+    with pytest.raises(ValueError, match="of 1 tokens 1 come before the patches"):
+        pool(torch.randn(2, 1, 8), "patches", 1)
