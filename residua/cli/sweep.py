@@ -122,15 +122,15 @@ def _open_data(plan: Any) -> None:
     """Open the images of all runs that are waiting, so that what is wrong with them is told once, before any begins."""
     from residua.data import load
 
-    waiting = [plan.shared | trial.settings for trial in plan.trials if trial.status != "done"]
+    waiting = [plan.shared | trial.settings for trial in plan.waiting]
     for spec in dict.fromkeys(data_of(s["model"]) if s["data"] == "auto" else s["data"] for s in waiting):
         load(spec)
 
 
 def _carry_out(plan: Any, start: Any) -> None:
-    ready = sum(trial.status == "done" for trial in plan.trials)
-    say(f"{len(plan.trials)} runs in {plan.folder}, {ready} of them finished before")
-    if ready < len(plan.trials):
+    runs = len(plan.trials) - len(plan.left)
+    say(f"{runs} runs in {plan.folder}, {runs - len(plan.waiting)} of them finished before")
+    if plan.waiting:
         start(plan, _ended)
 
 
@@ -179,9 +179,13 @@ def _conclude(plan: Any, baseline: Mapping[str, str], open_it: bool) -> None:
         if trial.status == "done" and (folder / "config.yaml").exists():
             runs.setdefault(trial.group, []).append(folder)
     show(sweep_page(plan.folder, found, runs, failed, baseline), open_it)
+    if plan.left:
+        names = "; ".join(trial.name for trial in plan.left)
+        note(f"begun before, not finished and not asked for now: {names}. Sweep their values again to continue them")
     if failed:
-        names = ", ".join(name for name, _ in failed)
-        raise ValueError(f"{len(failed)} of {len(plan.trials)} runs failed: {names}; see {plan.folder / 'logs'}")
+        names = "; ".join(name for name, _ in failed)
+        count = len(plan.trials) - len(plan.left)
+        raise ValueError(f"{len(failed)} of {count} runs failed: {names}; see {plan.folder / 'logs'}")
 
 
 def _start(own: Mapping[str, list[str] | None]) -> Any:
@@ -217,14 +221,14 @@ def _start(own: Mapping[str, list[str] | None]) -> Any:
 
 
 def _print(found: Sequence[Any], baseline: Mapping[str, str]) -> None:
-    from residua.report.sweep import difference_note, difference_rows, ranking_note, score_rows
+    from residua.report.sweep import difference_note, difference_rows, ranking_note, score_rows, spread
 
     if not found:
         return
-    console.print(_table("mean ± 95 % interval over seeds", ranking_note(found), *score_rows(found)))
+    console.print(_table(spread(found), ranking_note(found), *score_rows(found)))
     differences = difference_rows(found)
     if differences[1]:
-        console.print(_table(difference_note(baseline), "n: seeds that both have", *differences))
+        console.print(_table(difference_note(baseline, found), "n: seeds that both have", *differences))
     elif baseline:
         note("nothing to compare with the baseline: no finished run has seed and number of images in common with it")
 

@@ -8,6 +8,7 @@ candidate, and held-out training images choose. Noise levels take the place of r
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -146,6 +147,12 @@ def evaluate_diffusion(
     _check_probe(probe, len(data.train), options)
     check_votes(k if knn else 1, temperature)
     chosen = resolve_layers(layers, len(block_names(model)))
+    if getattr(model, "label_dropout", None) == 0:
+        warnings.warn(
+            "this model was trained with label_dropout 0, so never without labels, but its features are read without: "
+            'what stands for "no label" is as it was initialised',
+            stacklevel=2,
+        )
     results: dict[str, ProbeResult | None] = {}
     with frozen(model, device) as where:
         space = getattr(model, "autoencoder", None)

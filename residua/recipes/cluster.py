@@ -6,13 +6,16 @@ The sweep's folder and the images have to be where every machine of the cluster 
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from residua.recipes.sweep import OnTrial, Sweep, Trial, carry_out, note_end
 
 _GRACE = 60.0  # seconds that interrupted runs have to save where they are
+_ANSWER = 10.0  # seconds that a cluster has to answer
 
 
 def open_ray() -> Any:
@@ -28,6 +31,16 @@ def open_ray() -> Any:
 def check_gpus(gpus: float) -> None:
     if gpus < 0 or (gpus > 1 and gpus != int(gpus)):
         raise ValueError(f"--gpus-per-run {gpus:g}: give a share of a GPU such as 0.5, or a whole number")
+
+
+def check_address(address: str) -> None:
+    """Raise if nothing answers where a cluster should be: Ray itself would try for minutes."""
+    try:
+        place = urlsplit(address if "://" in address else f"//{address}")
+        if place.hostname and place.port:
+            socket.create_connection((place.hostname, place.port), timeout=_ANSWER).close()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no Ray cluster answers at {address} ({error}): see --ray-address and RAY_ADDRESS") from None
 
 
 def run_on_ray(
@@ -47,7 +60,10 @@ def run_on_ray(
     check_gpus(gpus or 0)
     ours = not ray.is_initialized()
     if ours:
-        local = {} if address or "RAY_ADDRESS" in os.environ else {"include_dashboard": False}
+        given = address or os.environ.get("RAY_ADDRESS")
+        if given:
+            check_address(given)
+        local = {} if given else {"include_dashboard": False}
         ray.init(address=address, log_to_driver=False, **local)
     try:
         there = ray.cluster_resources().get("GPU", 0.0)
@@ -63,7 +79,7 @@ def run_on_ray(
 def _run(ray: Any, sweep: Sweep, gpus: float, jobs: int | None, on_end: OnTrial) -> None:
     task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_task)
     shared = replace(sweep, folder=sweep.folder.resolve(), trials=[])
-    waiting = [trial for trial in sweep.trials if trial.status != "done"]
+    waiting = sweep.waiting
     flying: dict[Any, Trial] = {}
     try:
         while waiting or flying:

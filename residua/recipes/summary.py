@@ -19,11 +19,11 @@ from scipy import stats
 from residua.evaluate import Report
 from residua.evaluate.diffusion import best
 from residua.evaluate.report import MODEL
+from residua.files import write_text
 from residua.recipes.sweep import Sweep
 from residua.recipes.trial import Trial, same_value, text_of
 from residua.report.runs import NotARun, headline, read_config, read_run
 from residua.report.sweep import group_name
-from residua.train.checkpoint import write_text
 from residua.train.metrics import read_metrics
 from residua.train.options import read_flat
 
@@ -59,7 +59,8 @@ class Summary:
     images: int | None = None
     """Images seen in training, with repetition: steps x batch size."""
     rank: int | None = None
-    """Place among the groups that saw as many images, 1 the best; None where more is neither better nor worse."""
+    """Place among the groups that saw as many images of the same data, 1 the best; None where more is neither better
+    nor worse."""
     difference: Difference | None = None
     made: str = ""
     """What its runs were made with that is not the same in the whole sweep and should be; only like is compared."""
@@ -89,7 +90,7 @@ class Summary:
 
 def _text(mean: float, ci95: float, digits: int, sign: str = "") -> str:
     spread = "" if math.isnan(ci95) else f" ± {ci95:.{digits}f}"
-    return f"{mean:{sign}.{digits}f}{spread}"
+    return f"{mean:{sign}z.{digits}f}{spread}"
 
 
 def scores_of(run: Path) -> Scores:
@@ -262,7 +263,8 @@ def _rank(s: Summary, found: Sequence[Summary]) -> int | None:
     way = direction(s.score, s.unit)
     if not way or math.isnan(s.mean):
         return None
-    rivals = [r for r in found if (r.score, r.images, r.made) == (s.score, s.images, s.made)]
+    own = (s.score, s.images, s.made, s.settings.get("data"))
+    rivals = [r for r in found if (r.score, r.images, r.made, r.settings.get("data")) == own]
     return 1 + sum(way * r.mean > way * s.mean for r in rivals)
 
 

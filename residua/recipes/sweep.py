@@ -26,9 +26,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from residua.files import write_text
 from residua.lock import claim, hold
 from residua.recipes.arguments import INSTEAD, Kind, read, value_of
-from residua.recipes.trial import Trial, name_before, same_value, text_of
+from residua.recipes.trial import Trial, name_before, same_value, text_of, trained
 
 KINDS: tuple[Kind, ...] = ("pretrain", "diffuse", "finetune")
 OnTrial = Callable[[Trial], None]
@@ -47,12 +48,14 @@ class Stage:
 
     args: list[str]
     product: Path
+    trains: bool = False
 
     @property
     def done(self) -> bool:
-        """Whether the product is there; one that cannot be read is made again."""
+        """Whether the product is there; one that cannot be read, or is of a run half-way, is made again."""
         try:
-            return isinstance(json.loads(self.product.read_text()), dict)
+            whole = not self.trains or trained(self.product.parent)
+            return whole and isinstance(json.loads(self.product.read_text()), dict)
         except (OSError, ValueError):
             return False
 
@@ -80,8 +83,21 @@ class Sweep:
     def run_folder(self, trial: Trial) -> Path:
         return self.folder / "runs" / trial.name
 
+    def begun(self, trial: Trial) -> bool:
+        return (self.run_folder(trial) / "config.yaml").exists()
+
     def done(self, trial: Trial) -> bool:
         return all(stage.done for stage in stages(self, trial))
+
+    @property
+    def waiting(self) -> list[Trial]:
+        """What is still to be run."""
+        return [trial for trial in self.trials if trial.status in ("waiting", "failed")]
+
+    @property
+    def left(self) -> list[Trial]:
+        """What earlier calls began and this one does not ask for."""
+        return [trial for trial in self.trials if trial.status == "left"]
 
     def meaning(self, name: str, text: str) -> str:
         """A setting as typed, the same for all ways to type it."""
@@ -90,9 +106,7 @@ class Sweep:
     def save(self) -> None:
         content = asdict(self)
         del content["folder"]
-        part = self.folder / "sweep.json.part"
-        part.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(part, self.folder / "sweep.json")
+        write_text(self.folder / "sweep.json", json.dumps(content, indent=1) + "\n")
 
 
 def plan(
@@ -107,9 +121,10 @@ def plan(
 
     `options` are fields of `Sweep`. All settings are read as the runs themselves will read them, and `check` may refuse
     the sweep, before anything is written. Every trial has a value for each setting that is swept, in this call or an
-    earlier one, and a seed; one that an earlier call has, however it was typed, keeps its folder. A folder that holds
-    another sweep is refused; more values, settings or seeds of the same one are welcome, and so are scores of its
-    samples. The folder belongs to this process until it ends or releases its lock.
+    earlier one, and a seed; one that an earlier call has, however it was typed, keeps its folder. What earlier calls
+    began and this one does not ask for is left as it is. A folder that holds another sweep is refused; more values,
+    settings or seeds of the same one are welcome, and so are scores of its samples. The folder belongs to this process
+    until it ends or releases its lock.
     """
     sweep, config = checked(folder, fixed, grid, **options)
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +140,7 @@ def plan(
     sweep.fixed = _without(sweep.fixed, swept)
     sweep.shared = {name: text for name, text in sweep.shared.items() if name not in swept}
     for trial in sweep.trials:
-        trial.status, trial.error = "done" if sweep.done(trial) else "waiting", ""
+        trial.status, trial.error = "done" if sweep.done(trial) else trial.status, ""
     check(sweep)
     sweep.save()
     return sweep
@@ -199,7 +214,7 @@ def _options(args: Sequence[str]) -> str:
 
 
 def _joined_trials(before: Sweep, now: Sweep, swept: Sequence[str]) -> list[Trial]:
-    """The trials asked for, as earlier calls have them where they do, and what else those finished."""
+    """The trials asked for, as earlier calls have them where they do, and what else those finished or began."""
     texts: dict[tuple[str, str], str] = {}  # a value is told as it was first typed
     for trial in [*before.trials, *now.trials]:
         for name, text in trial.settings.items():
@@ -220,7 +235,12 @@ def _joined_trials(before: Sweep, now: Sweep, swept: Sequence[str]) -> list[Tria
         settings = settled(trial, now.shared)
         key = tuple(settings.values())
         asked[key] = asked.get(key) or known.get(key) or Trial(settings)
-    return [*asked.values(), *(trial for key, trial in known.items() if key not in asked and before.done(trial))]
+    others = [trial for key, trial in known.items() if key not in asked and (before.done(trial) or now.begun(trial))]
+    for trial in asked.values():
+        trial.status = "waiting"
+    for trial in others:
+        trial.status = "waiting" if before.done(trial) else "left"
+    return [*asked.values(), *others]
 
 
 def _without(args: Sequence[str], names: Collection[str]) -> list[str]:
@@ -237,9 +257,9 @@ def _without(args: Sequence[str], names: Collection[str]) -> list[str]:
 def stages(sweep: Sweep, trial: Trial) -> list[Stage]:
     """The commands of one run, as typed after `residua`; a run that was begun is continued."""
     run = sweep.run_folder(trial)
-    begun = ["--resume"] if (run / "config.yaml").exists() else []
+    begun = ["--resume"] if sweep.begun(trial) else []
     tested = run / ("finetune.json" if sweep.kind == "finetune" else "evaluation.json")
-    found = [Stage([sweep.kind, *sweep.fixed, *_flags(sweep, trial), "--out", str(run), *begun], tested)]
+    found = [Stage([sweep.kind, *sweep.fixed, *_flags(sweep, trial), "--out", str(run), *begun], tested, trains=True)]
     if sweep.kind == "diffuse":
         found.append(Stage(["evaluate", str(run), *sweep.evaluate], tested))
         if sweep.score:
@@ -284,14 +304,14 @@ def run(
         error = carry_out(
             sweep, trial, started=running.add, stopped=stopped.is_set, waits=lambda: on_wait(trial), threads=threads
         )
+        if stopped.is_set():  # which is no failure of the run
+            return
         with lock:
             note_end(sweep, trial, error)
-        if not stopped.is_set():
-            on_end(trial)
+        on_end(trial)
 
-    waiting = [trial for trial in sweep.trials if trial.status != "done"]
     with _sigterm_interrupts(), ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-        futures = [pool.submit(one, trial) for trial in waiting]
+        futures = [pool.submit(one, trial) for trial in sweep.waiting]
         try:
             for future in futures:
                 future.result()
@@ -350,11 +370,14 @@ def carry_out(
         while not mine and not stopped():
             time.sleep(_PATIENCE)
             mine = hold(file)
-        for stage in stages(sweep, trial):
+        todo = stages(sweep, trial)
+        for i, stage in enumerate(todo):
             if stopped():
                 return "stopped"
             if stage.done:
                 continue
+            for later in todo[i:]:  # what was measured before is of a run that it no longer is
+                later.product.unlink(missing_ok=True)
             command = [*program(), *stage.args]
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env=environment

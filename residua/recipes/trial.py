@@ -7,9 +7,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-Status = Literal["waiting", "done", "failed"]
+Status = Literal["waiting", "done", "failed", "left"]
+"""Left: begun by an earlier call, not finished, and not asked for by this one."""
 _NUMBERS = re.compile(r"[\d.,]+")  # a list whose commas may become hyphens
 _LONGEST = 120  # characters of a run's name
 
@@ -74,3 +76,22 @@ def same_value(a: str, b: str) -> bool:
         return a == b or float(a) == float(b)
     except ValueError:
         return False
+
+
+def trained(run: Path) -> bool:
+    """False where a run's own records say that it has steps to go; it may have been evaluated as it was."""
+    from residua.train.options import read_flat
+
+    config, metrics = run / "config.yaml", run / "metrics.jsonl"
+    if not config.exists() or not metrics.exists():
+        return True
+    try:
+        steps = read_flat(config).get("steps")
+    except ValueError:  # told by who reads its scores
+        return True
+    for line in reversed(metrics.read_text(errors="replace").splitlines()):
+        try:
+            return not isinstance(steps, int) or json.loads(line)["step"] >= steps
+        except (ValueError, KeyError, TypeError):  # cut short by a crash
+            continue
+    return True

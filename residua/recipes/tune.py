@@ -25,7 +25,7 @@ def tuned(sweep: Sweep, name: str, values: Sequence[str]) -> dict[str, float]:
     runs: dict[str, dict[str, Trial]] = {value: {} for value in values}
     for value, trial in itertools.product(values, sweep.trials):
         settings = trial.settings
-        same = all(settings[key] == first[key] for key in rest)
+        same = trial.status != "left" and all(settings[key] == first[key] for key in rest)
         if same and sweep.meaning(name, settings[name]) == sweep.meaning(name, value):
             runs[value][settings["seed"]] = trial
     seeds = set.intersection(*map(set, runs.values()))

@@ -40,6 +40,7 @@ from residua.train.config import Pretrain
 
 _Key = tuple[object, ...]
 _Row = list[str | Cell]
+_UNLIKE = "These evaluations differ in data or protocol: their numbers do not compare directly."
 
 
 def compare(
@@ -100,8 +101,12 @@ def comparison_table(runs: Sequence[Path]) -> Table:
     table.add_section()
     for row in score_rows(found):
         table.add_row(*(Text(cell.text) for cell in row))
+    lines = [text for run in found for text in run.notes]
     if any(run.evaluation is None for run in found):
-        table.caption = f"{NOTHING}: not evaluated (residua evaluate RUN)"
+        lines.append(f"{NOTHING}: not evaluated (residua evaluate RUN)")
+    if len({protocol(run.evaluation) for run in found if run.evaluation is not None}) > 1:
+        lines.append(_UNLIKE)
+    table.caption = Text("\n".join(lines)) if lines else None
     return table
 
 
@@ -186,9 +191,7 @@ def _scores(page: Page, runs: Sequence[Run]) -> None:
     for text, names in texts.items():
         page.paragraph(text if len(texts) == 1 else f"{', '.join(names)}: {text}")
     if len(texts) > 1:
-        page.paragraph(
-            "These evaluations differ in data or protocol: their numbers do not compare directly.", note=True
-        )
+        page.paragraph(_UNLIKE, note=True)
 
 
 def _one_row_a_run(page: Page, runs: Sequence[Run]) -> None:

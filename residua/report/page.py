@@ -19,6 +19,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from residua import __version__
+from residua.files import write_text
 from residua.report.figures import INK
 
 _ASSETS = Path(__file__).parent
@@ -127,9 +128,7 @@ class Page:
     def save(self, path: Path) -> Path:
         """Write the page; the file is whole or not there."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(self.html(), encoding="utf-8")
-        part.replace(path)
+        write_text(path, self.html())
         return path
 
 

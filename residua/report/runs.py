@@ -68,6 +68,9 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
     if broken:
         lines = "1 line" if broken == 1 else f"{broken:,} lines"
         notes.append(f"{name}: {lines} of metrics.jsonl cannot be read and {'is' if broken == 1 else 'are'} left out.")
+    steps = config.settings()["steps"]
+    if metrics and isinstance(steps, int) and (last := max(record["step"] for record in metrics)) < steps:
+        notes.append(f"{name}: trained for {last:,} of {steps:,} steps.")
     return Run(name, path, config, metrics, environment, evaluation, notes)
 
 

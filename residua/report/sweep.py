@@ -94,17 +94,34 @@ def _ranked_by(summaries: Sequence[Any]) -> str:
 
 def _ranking_note(summaries: Sequence[Any]) -> str:
     """What the ranks are of, or why there are none."""
-    score, budgets = _ranked_by(summaries), {s.images for s in summaries}
+    score = _ranked_by(summaries)
     if score:
-        return f"rank: by {score}" + ", among settings that saw as many images" * (len(budgets) > 1)
+        data, budgets = ({s.settings.get("data") for s in summaries}, {s.images for s in summaries})
+        among = " of the same data" * (len(data) > 1) + " that saw as many images" * (len(budgets) > 1)
+        return f"rank: by {score}" + (f", among settings{among}" if among else "")
     if any(s.unit == "%" for s in summaries):
         return ""
     return "no rank: without labels there is only the loss, which does not rank features"
 
 
-def difference_note(baseline: Mapping[str, str]) -> str:
+def spread(summaries: Sequence[Any], of: Of = "score") -> str:
+    """What the numbers of a table are."""
+    alone = _alone(summaries, of)
+    if all(alone):
+        return "one seed each"
+    return "mean ± 95 % interval over seeds" + "; one seed where there is no ±" * any(alone)
+
+
+def difference_note(baseline: Mapping[str, str], summaries: Sequence[Any]) -> str:
     name = group_name(tuple(baseline.items()))
-    return f"difference to {name} at the same other settings and images seen, paired by seed: mean ± 95 % interval"
+    own = spread(summaries, "difference")
+    return f"difference to {name} at the same other settings and images seen, paired by seed: {own}"
+
+
+def _alone(summaries: Sequence[Any], of: Of) -> list[bool]:
+    """Of each number that there is: is it of one seed?"""
+    points = [s if of == "score" else s.difference for s in summaries]
+    return [math.isnan(p.ci95) for p in points if p is not None and not math.isnan(p.mean)]
 
 
 def _names(summaries: Sequence[Any]) -> list[str]:
@@ -212,7 +229,7 @@ def _differences(page: Page, summaries: Sequence[Any], baseline: Mapping[str, st
     if not rows:
         return
     page.heading("Against the baseline")
-    page.table(header, rows, caption=f"{difference_note(baseline)}; n: seeds that both have", numbers=first)
+    page.table(header, rows, caption=f"{difference_note(baseline, summaries)}; n: seeds that both have", numbers=first)
     _figures(page, summaries, "difference")
 
 
@@ -220,14 +237,13 @@ def _figures(page: Page, summaries: Sequence[Any], of: Of) -> None:
     x = numeric_setting(summaries)
     drawn = {score: x and setting_curves(summaries, score, x, of) for score in _scores_of(summaries)}
     what = "" if of == "score" else "difference to the baseline, "
-    if found := [(f, f"{score}: {what}{_spread(summaries, score, of)}.") for score, f in drawn.items() if f]:
+    if found := [(f, f"{score}: {what}{_drawn(summaries, score, of)}.") for score, f in drawn.items() if f]:
         page.figures(*found)
 
 
-def _spread(summaries: Sequence[Any], score: str, of: Of) -> str:
+def _drawn(summaries: Sequence[Any], score: str, of: Of) -> str:
     """What the points and bars of a figure are."""
-    points = [s if of == "score" else s.difference for s in summaries if s.score == score]
-    alone = [math.isnan(p.ci95) for p in points if p is not None and not math.isnan(p.mean)]
+    alone = _alone([s for s in summaries if s.score == score], of)
     if all(alone):
         return "one seed"
     return "mean and 95 % interval over seeds" + "; one seed where there is no bar" * any(alone)

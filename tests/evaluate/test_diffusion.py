@@ -70,6 +70,16 @@ def test_features_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     assert any(tmp_path.iterdir())
 
 
+def test_a_model_that_never_went_without_labels_is_told(recwarn: pytest.WarningsRecorder) -> None:
+    model, options = network(num_classes=3), {"probe": None, "times": (0.1,), "layers": "last", "baselines": False}
+    model.label_dropout = 0.1
+    evaluate_diffusion(model, DATA, **options)
+    assert not [w for w in recwarn if "label_dropout" in str(w.message)]
+    model.label_dropout = 0.0
+    with pytest.warns(UserWarning, match="trained with label_dropout 0, so never without labels"):
+        evaluate_diffusion(model, DATA, **options)
+
+
 def test_layer_and_noise_are_chosen_on_held_out_training_images() -> None:
     report = evaluate_diffusion(network(), DATA, probe="lbfgs", times=(0.02, 0.1, 0.9), rank=True)
     table = grid(report)

@@ -1,18 +1,35 @@
 """A sweep on a Ray of this machine alone."""
 
 import json
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from residua import cli
+from residua.recipes.cluster import check_address
 
 
 def test_without_ray_it_says_how_to_get_it(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert cli.main(["sweep", "--seeds", "2", "--on", "ray", "--out", str(tmp_path / "x")]) == 2
     assert "pip install 'residua[ray]'" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://localhost:{}", "[::1]:{}", "127.0.0.1:none"])
+def test_an_address_where_nothing_answers_is_told_at_once(address: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        with pytest.raises(ValueError, match=r"no Ray cluster answers at .* see --ray-address"):
+            check_address(address.format(free.getsockname()[1]))
+
+
+def test_an_address_that_answers_or_is_left_to_ray_is_fine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        check_address(f"ray://127.0.0.1:{there.getsockname()[1]}")
+    check_address("auto")
+    check_address("local")
 
 
 def test_a_failing_run_on_ray_costs_the_others_nothing(tmp_path: Path, capsys) -> None:

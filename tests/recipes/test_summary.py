@@ -8,9 +8,17 @@ import pytest
 from scipy import stats
 
 from residua.evaluate import Report, Score
-from residua.recipes.summary import mean_and_interval, read_summary, scores_of, summarise, write_summary
+from residua.recipes.summary import (
+    Difference,
+    Summary,
+    mean_and_interval,
+    read_summary,
+    scores_of,
+    summarise,
+    write_summary,
+)
 from residua.recipes.sweep import Kind, Sweep, Trial, plan, run
-from residua.report.sweep import numeric_setting, setting_curves
+from residua.report.sweep import numeric_setting, ranking_note, setting_curves
 
 KNN = "kNN (k 20, T 0.07)"
 
@@ -74,6 +82,22 @@ def test_the_loss_ranks_what_it_measures_and_no_features(tmp_path: Path, kind: K
     assert [(s.score, s.rank) for s in summarise(found)] == [("training loss", rank) for rank in ranks]
 
 
+def test_ranks_are_of_one_data_set(tmp_path: Path, pretend) -> None:
+    found = plan(tmp_path, [], {"data": ["shapes", "digits"], "alpha_min": ["1.0", "0.5"]})
+    run(found)
+    summaries = summarise(found)
+    ranks = {tuple(s.settings.values()): s.rank for s in summaries if s.score == KNN}
+    assert ranks == {
+        ("shapes", "1.0"): 1, ("shapes", "0.5"): 2, ("digits", "1.0"): 1, ("digits", "0.5"): 2,
+    }  # fmt: skip
+    assert ranking_note(summaries, 200) == f"rank: by {KNN}, among settings of the same data"
+
+
+def test_a_difference_of_nothing_has_no_minus() -> None:
+    nothing = Summary({}, KNN, "%", 12.5, math.nan, {"0": 12.5}, difference=Difference(-1e-15, 0.5, 2))
+    assert nothing.difference_text() == "+0.0 ± 0.5"
+
+
 def test_the_baseline_is_found_however_it_is_typed(tmp_path: Path, pretend) -> None:
     grid = {"scale": ["0.2,1.0", "0.5,1.0"], "alpha_min": ["1.0"]}
     found = plan(tmp_path, [], grid, lists=["scale"])
@@ -93,7 +117,7 @@ def test_a_seed_that_one_side_lacks_is_left_out_of_the_difference(tmp_path: Path
 def test_a_score_that_some_seeds_lack_is_of_the_others_and_told(tmp_path: Path, pretend) -> None:
     found = plan(tmp_path, [], {"alpha_min": ["1.0"], "seed": ["0", "1", "2"]})
     run(found)
-    for trial, text in zip(found.trials, ('{"step": 1, "loss": 2.0}\n', "", '{"step": 1, "loss": 4.0}\n')):
+    for trial, text in zip(found.trials, ('{"step": 4, "loss": 2.0}\n', "", '{"step": 4, "loss": 4.0}\n')):
         (found.run_folder(trial) / "metrics.jsonl").write_text(text)
     with pytest.warns(UserWarning, match="training loss is over 2 of 3 seeds of alpha_min 1.0: seed 1 has none"):
         loss = next(s for s in summarise(found) if s.score == "training loss")

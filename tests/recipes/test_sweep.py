@@ -176,6 +176,44 @@ def test_a_product_that_cannot_be_read_is_made_again(tmp_path: Path, pretend) ->
     assert [t.status for t in plan(tmp_path, [], {"alpha_min": ["1.0", "0.9"]}).trials] == ["waiting", "done"]
 
 
+def test_a_run_that_was_evaluated_half_way_is_trained_to_the_end(tmp_path: Path) -> None:
+    found = plan(tmp_path, [], {"seed": ["0"]}, kind="diffuse", score=["--n", "8"])
+    folder = found.run_folder(found.trials[0])
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("optim: {steps: 4}")
+    for name in ("evaluation.json", "score.json"):
+        (folder / name).write_text("{}")
+    (folder / "metrics.jsonl").write_text('{"step": 2}\n{"step": 3}\n{"st')
+    assert not found.done(found.trials[0])
+    (folder / "metrics.jsonl").write_text('{"step": 2}\n{"step": 4}\n')
+    assert found.done(found.trials[0])
+
+
+def test_what_was_measured_half_way_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = """
+import pathlib, sys
+run = pathlib.Path(sys.argv[2] if sys.argv[1] != "diffuse" else sys.argv[sys.argv.index("--out") + 1])
+if sys.argv[1] == "diffuse":
+    (run / "metrics.jsonl").write_text('{"step": 4}')
+else:
+    (run / {"evaluate": "evaluation.json", "score": "score.json"}[sys.argv[1]]).write_text('{"at": 4}')
+"""
+    (tmp_path / "fake.py").write_text(script)
+    monkeypatch.setattr(sweep, "program", lambda: [sys.executable, str(tmp_path / "fake.py")])
+    found = plan(tmp_path, [], {"seed": ["0"]}, kind="diffuse", score=["--n", "8"])
+    folder = found.run_folder(found.trials[0])
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("optim: {steps: 4}")
+    (folder / "metrics.jsonl").write_text('{"step": 2}')
+    for name in ("evaluation.json", "score.json"):
+        (folder / name).write_text('{"at": 2}')
+    run(found)
+    assert found.trials[0].status == "done"
+    assert {name: json.loads((folder / name).read_text()) for name in ("evaluation.json", "score.json")} == {
+        "evaluation.json": {"at": 4}, "score.json": {"at": 4},
+    }  # fmt: skip
+
+
 def test_a_damaged_record_is_named_in_one_line(tmp_path: Path) -> None:
     for text in ('{"fixed": [', "[]", '{"fixed": []}', '{"fixed": [], "trials": [{}]}', '{"trials": [], "x": 1}'):
         (tmp_path / "sweep.json").write_text(text)
@@ -217,6 +255,7 @@ sweep.run(sweep.plan(pathlib.Path(sys.argv[1]), [], {"seed": ["0", "1"]}))
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
     assert not (tmp_path / "logs" / "seed=1.txt").exists() or not (tmp_path / "logs" / "seed=1.txt").read_text()
+    assert {t["status"] for t in json.loads((tmp_path / "sweep.json").read_text())["trials"]} == {"waiting"}
 
 
 def test_scores_of_samples_can_be_added_later(tmp_path: Path) -> None:
@@ -300,6 +339,22 @@ def test_cells_that_failed_and_are_asked_for_no_more_are_gone(pretend: object, t
     run(plan(tmp_path, [], {"alpha_min": ["1.0", "0"]}))
     found = plan(tmp_path, [], {"alpha_min": ["0.9"]})
     assert [t.name for t in found.trials] == ["alpha_min=0.9,seed=0", "alpha_min=1.0,seed=0"]
+
+
+def test_runs_that_were_begun_and_are_asked_for_no_more_are_left_and_found_again(tmp_path: Path, pretend) -> None:
+    before = plan(tmp_path, ["--steps", "4"], {"alpha_min": ["1.0", "0.8", "0.7"]})
+    half = before.run_folder(before.trials[1])
+    half.mkdir(parents=True)
+    (half / "config.yaml").write_text("{}")
+    narrow = plan(tmp_path, ["--steps", "4"], {"alpha_min": ["1.0"]})
+    assert [(t.settings["alpha_min"], t.status) for t in narrow.trials] == [("1.0", "waiting"), ("0.8", "left")]
+    run(narrow)
+    assert pretend.names == ["alpha_min=1.0,seed=0"]
+    again = plan(tmp_path, ["--steps", "4"], {"lr": ["auto"], "alpha_min": ["0.8"]})
+    assert [(t.name, t.status) for t in again.trials] == [
+        ("alpha_min=0.8,seed=0", "waiting"), ("alpha_min=1.0,seed=0", "done"),
+    ]  # fmt: skip
+    assert sweep.stages(again, again.trials[0])[0].args[-1] == "--resume"
 
 
 def test_runs_of_earlier_calls_are_scored_with_those_of_the_call_that_asks_for_it(tmp_path: Path) -> None:

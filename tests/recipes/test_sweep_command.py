@@ -8,7 +8,8 @@ import pytest
 from residua import cli
 from residua.cli.sweep import _waited_for
 from residua.cli.sweep_options import kind_of, split
-from residua.recipes.sweep import Trial
+from residua.lock import release
+from residua.recipes.sweep import LOCK, Trial, plan
 
 TINY = """
 --data shapes?n=48&size=16&test=16 --size nano --depth 2 --embed-dim 32 --num-heads 2 --decoder-embed-dim 32
@@ -44,6 +45,31 @@ def test_the_command_compares_with_a_baseline(tmp_path: Path, pretend, capsys: p
     page = (tmp_path / "sweep" / "sweep.html").read_text()
     assert "Against the baseline" in page
     assert "-3.0 ± 6.6" in page
+
+
+def test_of_one_seed_no_interval_is_spoken_of(tmp_path: Path, pretend, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["sweep", "--alpha-min", "1.0", "0.5", "--baseline", "alpha_min=1.0", "--out", str(tmp_path / "sweep")]
+    assert cli.main(args) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "one seed each" in printed
+    assert "paired by seed: one seed each" in printed
+    assert "±" not in printed
+    assert cli.main([*args, "--seeds", "2"]) == 0
+    assert " ".join(capsys.readouterr().out.split()).count("mean ± 95 % interval over seeds") == 2
+
+
+def test_runs_that_are_left_unfinished_are_told(tmp_path: Path, pretend, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "sweep"
+    begun = plan(out, [], {"alpha_min": ["1.0", "0.8"]})
+    release(out / LOCK)
+    folder = begun.run_folder(begun.trials[1])
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("{}")
+    assert cli.main(["sweep", "--alpha-min", "1.0", "0.9", "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert "2 runs in" in said.out
+    told = " ".join((said.out + said.err).split())
+    assert "not finished and not asked for now: alpha_min=0.8,seed=0. Sweep their values again" in told
 
 
 def test_a_diffusion_model_is_trained_and_probed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

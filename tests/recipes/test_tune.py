@@ -78,6 +78,19 @@ def test_runs_of_earlier_calls_with_other_settings_or_seeds_have_no_part_in_it(
     assert tune.tuned(found, "lr", ["1e-3", "2e-3"]) == {"2e-3": 6.0, "1e-3": 5.0}
 
 
+def test_runs_that_are_left_unfinished_have_no_part_in_it(tmp_path: Path, pretend, held: dict[str, float]) -> None:
+    rates = {"alpha_min": ["1.0"], "lr": ["1e-3", "2e-3"]}
+    begun = plan(tmp_path / "s", [], rates | {"seed": ["0", "1"]})
+    for trial in begun.trials:
+        if trial.settings["seed"] == "1":
+            begun.run_folder(trial).mkdir(parents=True)
+            (begun.run_folder(trial) / "config.yaml").write_text("{}")
+    found = plan(tmp_path / "s", [], rates | {"seed": ["0"]})
+    run(found)
+    assert [t.status for t in found.trials] == ["done", "done", "left", "left"]
+    assert tune.tuned(found, "lr", ["1e-3", "2e-3"]) == {"2e-3": 34.0, "1e-3": 30.0}
+
+
 def test_the_held_out_images_of_a_run(tmp_path: Path) -> None:
     file = tmp_path / "evaluation.json"
     file.write_text(json.dumps({"probes": {"model": {"accuracy": 50.0, "best": {"held_out": 40.0}}}}))

@@ -56,6 +56,18 @@ def test_three_runs_one_without_evaluation(tmp_path: Path, make_run: Make, read_
     assert "not evaluated" in table
 
 
+def test_scores_of_different_images_are_told_where_they_are_shown(
+    tmp_path: Path, make_run: Make, read_page: Read
+) -> None:
+    runs = [make_run("a"), make_run("b")]
+    said = "differ in data or protocol"
+    assert said not in printed(comparison_table(runs))
+    file = runs[1] / "evaluation.json"
+    file.write_text(file.read_text().replace('"shapes"', '"digits"'))
+    assert said in printed(comparison_table(runs))
+    assert said in read_page(compare(runs, tmp_path)).text
+
+
 def test_a_model_from_elsewhere_stands_beside_runs(tmp_path: Path, make_run: Make, read_page: Read) -> None:
     runs = [make_run("a", alpha_min=0.9), make_run("b", alpha_min=1.0)]
     other = shutil.copy(make_run("c", knn=55.5) / "evaluation.json", tmp_path / "their-vit.json")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from residua.evaluate import Report, Score
+from residua.report import comparison_table
 from residua.report.runs import by_depth, headline, interval_cell, read_run, while_training
 
 
@@ -54,6 +55,13 @@ def test_lines_that_are_no_records_are_counted(make_run: Callable[..., Path]) ->
     (run / "metrics.jsonl").write_bytes(b"\xff\xfe")
     assert found.notes[0].startswith("a: ")
     assert "1 line of metrics.jsonl cannot be read and is left out" in read_run(run).notes[0]
+
+
+def test_a_run_that_is_not_at_its_end_says_so(make_run: Callable[..., Path]) -> None:
+    whole, half = make_run("whole"), make_run("half", steps=3000)
+    assert read_run(whole).notes == []
+    assert read_run(half).notes == ["half: trained for 20 of 3,000 steps."]
+    assert str(comparison_table([whole, half]).caption) == "half: trained for 20 of 3,000 steps."
 
 
 def test_scores_while_training(make_run: Callable[..., Path]) -> None:
