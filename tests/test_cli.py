@@ -217,6 +217,11 @@ def test_unreadable_images_are_skipped_to_the_end_of_a_run_and_after_it(photos, 
     assert cli.main(["evaluate", run, *quick]) == 0  # as the run did
     for options in (["--on-bad-image", "error"], ["--data", f"folder:{photos}"]):  # unless told; other images
         assert "cannot read image" in fails(capsys, "evaluate", run, *quick, *options)
+    anatomy = ["anatomy", run, "--images", "2", "--top", "1", "--token", "0", "--device", "cpu"]
+    assert cli.main(anatomy) == 0
+    assert "1 of 16 train images cannot be read and are skipped" in capsys.readouterr().out
+    assert "cannot read image" in fails(capsys, *anatomy, "--on-bad-image", "error")
+    assert cli.main(["data", "preview", own[1], "--on-bad-image", "skip", "--out", str(tmp_path / "page.png")]) == 0
     finetune = ["finetune", run, *own, "--steps", "2", "--out", str(tmp_path / "classes")]
     assert cli.main([*finetune, "--on-bad-image", "skip"]) == 0, capsys.readouterr().err
 

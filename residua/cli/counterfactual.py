@@ -82,9 +82,9 @@ def counterfactual(args: list[str]) -> None:
 
     from residua.anatomy import counterfactual as engine
     from residua.anatomy.study import Look
+    from residua.files import write_text
     from residua.report.counterfactual import counterfactual_page, four_laws
     from residua.report.figures import save
-    from residua.train.checkpoint import write_text
 
     o = tyro.cli(CounterfactualOptions, args=args, prog="residua counterfactual")
     cases = engine.plan(

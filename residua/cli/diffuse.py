@@ -22,11 +22,13 @@ def diffuse(args: list[str]) -> None:
     from residua.train.diffuse import prepare
     from residua.train.diffuse_config import Diffuse
     from residua.train.metrics import replace_metrics
+    from residua.train.processes import agreed
 
     given = typed(args)  # before a settings file is taken from them
     config = settings(Diffuse, args, "diffuse", "Train a diffusion model whose identity shortcuts fade with depth.")
     session = prepare(config, decoding, given)
-    main = announce(session)
+    with agreed():
+        main = announce(session)
     if session.config.machine.dry_run:
         return dry_run(session)
     measure = FidMonitor(session) if session.config.machine.fid_every else None

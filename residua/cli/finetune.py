@@ -18,13 +18,15 @@ def finetune(args: list[str]) -> None:
     from residua.evaluate.finetune import labelled, train_and_test
     from residua.train import Hooks
     from residua.train.classify import prepare
+    from residua.train.processes import agreed
 
     given = typed(args)  # before a settings file is taken from them
     config = finetune_settings(args)
     session = prepare(config, load=lambda spec, seed: labelled(load(spec), seed), progress=decoding, given=given)
-    main = announce(session)
-    if main:
-        warn_shared(session.splits)
+    with agreed():
+        main = announce(session)
+        if main:
+            warn_shared(session.splits)
     if session.config.machine.dry_run:
         return dry_run(session)
     with Bar(session.settings.steps, session.settings.batch_size, show=main) as bar:

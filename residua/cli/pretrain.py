@@ -18,15 +18,17 @@ def pretrain(args: list[str]) -> None:
     """Pretrain an encoder: `residua pretrain [RECIPE or SETTINGS.yaml] [options]`."""
     from residua.train import Hooks, Pretrain, fit, prepare
     from residua.train.health import Health
+    from residua.train.processes import agreed
 
     given = typed(args)  # before a settings file is taken from them
     config = settings(
         Pretrain, args, "pretrain", "Pretrain a masked autoencoder whose identity shortcuts fade with depth."
     )
     session = prepare(config, decoding, given)
-    main = announce(session)
-    if main:
-        warn_shared(session.splits)
+    with agreed():
+        main = announce(session)
+        if main:
+            warn_shared(session.splits)
     if session.config.machine.dry_run:
         return dry_run(session)
     every = session.config.machine.eval_every

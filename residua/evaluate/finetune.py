@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from residua.data import Feed, Splits, load
-from residua.train.checkpoint import write_text
+from residua.files import write_text
 from residua.train.classify import Classification, check_labels, prepare
 from residua.train.finetune_config import Finetune
 from residua.train.loop import Hooks
+from residua.train.processes import agreed
 from residua.train.session import fit
 
 from .interval import wilson
@@ -138,12 +139,15 @@ def origin(splits: Splits) -> str:
 def train_and_test(session: Classification, hooks: Hooks | None = None) -> FinetuneResult:
     """Train what is ready, testing every `eval_every` epochs and at the end."""
     hooks, every = hooks or Hooks(), session.config.machine.eval_every
-    with closing(session), closing(Tester(session)) as tester:
-        if every:
-            hooks.every = max(1, round(every * session.steps_per_epoch))
-            hooks.on_interval = tester.record
-        model = fit(session, hooks)
-        score = tester(model)
+    with closing(session):
+        with agreed():
+            tester = Tester(session)
+        with closing(tester):
+            if every:
+                hooks.every = max(1, round(every * session.steps_per_epoch))
+                hooks.on_interval = tester.record
+            model = fit(session, hooks)
+            score = tester(model)
     c = session.config
     result = FinetuneResult(
         accuracy=score.accuracy, top5=score.top5, interval=wilson(score.accuracy, score.n), n_test=score.n,

@@ -8,7 +8,6 @@ result = score(batches, "cifar100", about={"sampler": "DPM-Solver", "steps": 50}
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -24,6 +23,7 @@ from residua.data import DataError, Source, Splits
 from residua.data.arrays import ArraySource
 from residua.data.augment import ImgSize
 from residua.data.feed import OnBadImage
+from residua.files import write_text
 
 from .distributed import world
 from .extractor import Extractor, open_extractor
@@ -109,9 +109,7 @@ class GenerativeReport:
         """Write the JSON; the file is whole or not there."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(self.to_dict(), indent=2, default=str) + "\n")
-        os.replace(part, path)
+        write_text(path, json.dumps(self.to_dict(), indent=2, default=str) + "\n")
         return path
 
 

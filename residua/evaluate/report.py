@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from torch import Tensor
+
+from residua.files import write_text
 
 from .neighbors import Neighbors
 
@@ -194,9 +195,7 @@ class Report:
         """Write the JSON; the file is whole or not there."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text(self.to_json() + "\n")
-        os.replace(part, path)
+        write_text(path, self.to_json() + "\n")
         return path
 
     def _name_neighbors(self) -> list[dict[str, Any]]:

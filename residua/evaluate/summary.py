@@ -8,7 +8,6 @@ where a score needs them.
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from residua.data import Batch, DataError, Feed, Preprocessing, Source
 from residua.data.arrays import read_npz
 from residua.data.augment import ImgSize
 from residua.data.feed import OnBadImage
+from residua.files import replacing
 
 from .cache import CacheError, Entry, FeatureCache, checksum
 from .extractor import Extractor
@@ -229,14 +229,12 @@ def check_writable(entry: Entry) -> None:
 
 def store_statistics(entry: Entry, stats: Statistics) -> None:
     """Whole or not at all. A disk that has filled up meanwhile is told; the score goes on."""
-    part = entry.folder / f".statistics-{os.getpid()}-{secrets.token_hex(4)}.npz"
     mean, cov = stats.mean.numpy(), stats.cov.numpy()
     try:
-        np.savez(part, count=stats.count, mean=mean, cov=cov, checksum=checksum(np.vstack([mean, cov])))
-        part.replace(entry.folder / "statistics.npz")
+        with replacing(entry.folder / "statistics.npz") as part, part.open("wb") as file:
+            np.savez(file, count=stats.count, mean=mean, cov=cov, checksum=checksum(np.vstack([mean, cov])))
     except OSError as error:
         entry.cache.note(f"statistics could not be kept in {entry.cache.folder}: {error.strerror or error}")
-        part.unlink(missing_ok=True)
 
 
 def published_statistics(spec: object) -> Statistics | None:

@@ -8,14 +8,15 @@ if TYPE_CHECKING:
     from residua.train.config import Pretrain
     from residua.train.diffuse_config import Diffuse
     from residua.train.finetune_config import Finetune
-    from residua.train.loop import Hooks, Loop, TrainingStopped
+    from residua.train.loop import Hooks, Loop
     from residua.train.metrics import read_metrics
     from residua.train.pretrain import prepare
+    from residua.train.processes import TrainingStopped
     from residua.train.session import Session, estimate, fit
 
 _HOME = {
     "checkpoints": "checkpoint", "load": "checkpoint", "Pretrain": "config", "Diffuse": "diffuse_config",
-    "Finetune": "finetune_config", "Hooks": "loop", "Loop": "loop", "TrainingStopped": "loop",
+    "Finetune": "finetune_config", "Hooks": "loop", "Loop": "loop", "TrainingStopped": "processes",
     "read_metrics": "metrics", "Session": "session", "estimate": "session", "fit": "session", "prepare": "pretrain",
 }  # fmt: skip
 __all__ = [

@@ -12,7 +12,6 @@ runs/NAME/
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from residua.adapt.folder import (
 from residua.adapt.names import read_weights
 from residua.data import Preprocessing
 from residua.data.autoencoder import LatentSpace
+from residua.files import sync
 from residua.nn import MAE, Classifier, Network
 from residua.nn.diffusion import VP, Flow, make_process, process_config
 from residua.nn.weights import infer_config, load_weights, translate
@@ -103,11 +103,11 @@ def write_checkpoint(
         torch.save(training, unfinished / "training.pt")
         (unfinished / "model.json").write_text(json.dumps(description(model, step), indent=1))
         for file in unfinished.iterdir():
-            _sync(file)
+            sync(file)
         if final.exists():  # the same step again, after a resume
             shutil.rmtree(final)
         unfinished.rename(final)
-        _sync(folder)
+        sync(folder)
 
     guard_writes(fill, run, lambda: shutil.rmtree(unfinished, ignore_errors=True))
     if keep:
@@ -127,22 +127,6 @@ def guard_writes(write: Callable[[], None], run: Path, clean: Callable[[], None]
         raise CheckpointError(
             f"cannot write to {run}: {error}. Free some space or choose another --out; {kept} (continue with --resume)"
         ) from error
-
-
-def write_text(path: Path, text: str) -> None:
-    """Atomically: readers see the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    _sync(temporary)
-    temporary.replace(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # ---------------------------------------------------------------- reading
@@ -272,6 +256,18 @@ def read_state(file: Path) -> dict[str, Tensor]:
 
 def load_training(checkpoint: Path) -> dict[str, Any]:
     return torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True)
+
+
+def read_checkpoint(checkpoint: Path, *, ema: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Weights, their moving average (nothing where none is kept) and training state, to go on from."""
+    try:
+        averaged = load_file(checkpoint / "ema.safetensors") if ema else {}
+        return load_file(checkpoint / "model.safetensors"), averaged, load_training(checkpoint)
+    except Exception as error:  # whatever damaged files make of themselves
+        raise CheckpointError(
+            f"{checkpoint} is damaged or not complete: {error}. Remove that folder, and --resume goes on from the "
+            "checkpoint before it, or from the start"
+        ) from error
 
 
 def initialize(model: nn.Module, path: str | Path) -> None:

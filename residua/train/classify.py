@@ -33,6 +33,7 @@ from residua.train.loop import Objective
 from residua.train.machine import count_parameters, training_flops
 from residua.train.optim import UNDECAYED, Groups
 from residua.train.options import DataConfig, check_place, setting_of, trained_on
+from residua.train.processes import agreed, in_turn
 from residua.train.session import (
     Lines,
     Session,
@@ -195,29 +196,30 @@ def prepare(
     if config.machine.resume:
         config = resumed(config, given)
     accelerator = open_accelerator(config.machine)
-    begun = _begun(config)  # a run that goes on needs nothing of what it started from
-    begin: Start = begun or (open_start(config.network.model, config.network.weights) if start is None else start)
-    config = _with_source(config, given)
-    with accelerator.local_main_process_first():  # which downloads what is not there
-        splits = load(config.data.data, config.optim.seed)
-    check_labels(splits)
-    config = resolve(config, begin, splits.train, accelerator.device.type)
-    side, batch, regular = config.data.img_size, config.optim.batch_size, config.regular
-    assert isinstance(side, int)
-    assert isinstance(batch, int)
-    check_batch(batch, accelerator, together=2 if regular.mixup or regular.cutmix else 1)
-    set_seed(config.optim.seed)
-    torch.set_float32_matmul_precision("high")
-    model = begun or build_model(config, begin, splits.train)
-    share_batch_norm(model, accelerator)
-    preprocessing = _preprocessing(begin, splits.train, side)
-    for part in (model, getattr(model, "encoder", model)):
-        part.preprocessing = preprocessing
+    with agreed():
+        begun = _begun(config)  # a run that goes on needs nothing of what it started from
+        begin: Start = begun or (open_start(config.network.model, config.network.weights) if start is None else start)
+        config = _with_source(config, given)
+    splits = in_turn(lambda: load(config.data.data, config.optim.seed))
+    with agreed():
+        check_labels(splits)
+        config = resolve(config, begin, splits.train, accelerator.device.type)
+        side, batch, regular = config.data.img_size, config.optim.batch_size, config.regular
+        assert isinstance(side, int)
+        assert isinstance(batch, int)
+        check_batch(batch, accelerator, together=2 if regular.mixup or regular.cutmix else 1)
+        set_seed(config.optim.seed)
+        torch.set_float32_matmul_precision("high")
+        model = begun or build_model(config, begin, splits.train)
+        share_batch_norm(model, accelerator)
+        preprocessing = _preprocessing(begin, splits.train, side)
+        for part in (model, getattr(model, "encoder", model)):
+            part.preprocessing = preprocessing
     run = None
     if write and not config.machine.dry_run:
         name = config.network.model if isinstance(begin, str) else "finetune"
         run = run_folder(config.machine, f"{slug(config.data.data)}-{name}", accelerator)
-    with released_on_failure(run):
+    with released_on_failure(run), agreed():
         flops = training_flops(model, torch.zeros(1, splits.train.channels, side, side))
         model.set_grad_checkpointing(config.machine.grad_checkpointing)
         feed = open_feed(config.machine, splits.train, accelerator.device, side, progress)

@@ -23,6 +23,7 @@ from residua.train.options import (
     auto_alpha,
     auto_patch,
     auto_size,
+    auto_steps,
     check,
     check_images,
     common_rules,
@@ -109,11 +110,7 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     check_images(config, n)
     o = config.optim
     batch = min((256 if gpu else 64) if o.batch_size == "auto" else o.batch_size, n)
-    epochs, fewest = o.epochs, 1
-    if epochs == "auto":
-        budget, least, most, fewest = (5_000_000, 100, 800, 3000) if gpu else (150_000, 5, 60, 1500)
-        epochs = float(min(most, max(least, round(budget / n))))
-    steps = o.steps or max(fewest, math.ceil(epochs * n / batch))
+    steps = auto_steps(o, n, batch, *((5_000_000, 100, 800, 3000) if gpu else (150_000, 5, 60, 1500)))
     outside = _outside(config.model)
     size: Any = ("small" if gpu else "nano") if config.model.size == "auto" else config.model.size
     if outside and config.model.size == "auto":

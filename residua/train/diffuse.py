@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from residua import data
 from residua.data import Batch, DataError, Preprocessing, Source, mixing
 from residua.data.arrays import cache_dir
-from residua.data.augment import center_boxes, normalize, resample
+from residua.data.augment import normalize
 from residua.data.autoencoder import LatentSpace, open_autoencoder
 from residua.data.latents import latent_view, latents_of
 from residua.nn.conditioning import drop_labels
@@ -23,6 +23,7 @@ from residua.nn.diffusion import Process, make_process, noised, target
 from residua.train.diffuse_config import Diffuse, build_model, resolve
 from residua.train.loop import Hooks, Objective
 from residua.train.machine import count_parameters, training_flops
+from residua.train.processes import agreed, in_turn
 from residua.train.sample import Sampling, grid_image, sample, save_png
 from residua.train.session import (
     Lines,
@@ -83,8 +84,7 @@ class Denoising:
             )  # fmt: skip
         mirrored = self._uniform(batch, epochs, 1, "flip")[:, 0] < 0.5 if self.flip else None
         if not self.full or batch.pixels.shape[2:] != self.img_size:
-            boxes = center_boxes(batch.sizes, self.img_size)
-            return normalize(resample(batch.pixels, boxes, self.img_size, mirrored), self.mean, self.std)
+            return data.center_view(batch, self.img_size, self.mean, self.std, flip=mirrored)
         x = batch.pixels.float()
         x = x / 255 if batch.pixels.dtype == torch.uint8 else x
         x = x if mirrored is None else torch.where(mirrored[:, None, None, None], x.flip(-1), x)
@@ -195,30 +195,31 @@ def prepare(config: Diffuse, progress: data.feed.Progress | None = None, given: 
         config = resumed(config, given)
     accelerator = open_accelerator(config.machine)
     device = accelerator.device
-    with accelerator.local_main_process_first():  # which downloads what is not there
-        splits = data.load(config.data.data)
-    if config.machine.fid_every and accelerator.num_processes > 1:
-        raise ValueError("fid_every is for one process; score samples afterwards: residua sample, residua score")
-    if config.machine.fid_every and splits.train.channels not in (1, 3):
-        raise DataError(
-            f"fid_every is for images of 1 or 3 channels; {splits.train.name} has {splits.train.channels}: leave it out"
-        )
-    autoencoder = open_autoencoder(config.model.latents, device) if config.model.latents else None
-    space = autoencoder.space if autoencoder else None
-    config = resolve(config, splits.train, device.type, space)
-    side, batch = config.data.img_size, config.optim.batch_size
-    assert isinstance(side, int)
-    assert isinstance(batch, int)
-    check_batch(batch, accelerator)
-    classes = class_names(splits.train) if config.model.conditional else None
-    set_seed(config.optim.seed)
-    torch.set_float32_matmul_precision("high")
-    channels = space.channels if space else splits.train.channels
-    model = build_model(config, channels, len(classes) if classes else None, space.factor if space else 1)
-    preprocessing = _attach(model, config, splits.train.channels, classes, space)
+    splits = in_turn(lambda: data.load(config.data.data))
+    with agreed():
+        if config.machine.fid_every and accelerator.num_processes > 1:
+            raise ValueError("fid_every is for one process; score samples afterwards: residua sample, residua score")
+        if config.machine.fid_every and splits.train.channels not in (1, 3):
+            raise DataError(
+                f"fid_every is for images of 1 or 3 channels; {splits.train.name} has {splits.train.channels}: leave "
+                "it out"
+            )
+        autoencoder = open_autoencoder(config.model.latents, device) if config.model.latents else None
+        space = autoencoder.space if autoencoder else None
+        config = resolve(config, splits.train, device.type, space)
+        side, batch = config.data.img_size, config.optim.batch_size
+        assert isinstance(side, int)
+        assert isinstance(batch, int)
+        check_batch(batch, accelerator)
+        classes = class_names(splits.train) if config.model.conditional else None
+        set_seed(config.optim.seed)
+        torch.set_float32_matmul_precision("high")
+        channels = space.channels if space else splits.train.channels
+        model = build_model(config, channels, len(classes) if classes else None, space.factor if space else 1)
+        preprocessing = _attach(model, config, splits.train.channels, classes, space)
     run = None if config.machine.dry_run else run_folder(config.machine, f"{slug(config.data.data)}-diffusion",
                                                          accelerator)  # fmt: skip
-    with released_on_failure(run):
+    with released_on_failure(run), agreed():
         flops = training_flops(model, *example(model))
         model.set_grad_checkpointing(config.machine.grad_checkpointing)
         source = splits.train

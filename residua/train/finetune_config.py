@@ -27,6 +27,7 @@ from residua.train.options import (
     ShortcutConfig,
     auto_patch,
     auto_size,
+    auto_steps,
     check,
     check_images,
     common_rules,
@@ -152,10 +153,7 @@ def resolve(config: Finetune, start: Start, source: Source, device: str) -> Fine
     most = 1024 if device != "cpu" else 64
     batch = min(max(32, 1 << int(math.log2(max(1, n // 50)))), most) if o.batch_size == "auto" else o.batch_size
     batch = min(batch, n)
-    epochs = o.epochs
-    if epochs == "auto":
-        epochs = 100.0 if device != "cpu" else float(min(100, max(5, round(100_000 / n))))
-    steps = o.steps or math.ceil(epochs * n / batch)
+    steps = auto_steps(o, n, batch, 100_000, 5 if device == "cpu" else 100, 100)
     decay: Any = (5e-4 if o.optimizer == "sgd" else 0.05) if o.weight_decay == "auto" else o.weight_decay
     layers: Any = (1.0 if scratch or resnet else 0.65) if o.layer_decay == "auto" else o.layer_decay
     recipe = dict.fromkeys(MAE_RECIPE, 0.0) if resnet else MAE_RECIPE | (SHORT_RUN if steps * batch < 1e6 else {})

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -36,17 +35,12 @@ from residua.train.optim import (
     restore_optimizer,
 )
 from residua.train.order import Order
+from residua.train.processes import PATIENCE, TrainingStopped, agreed
 from residua.train.recorded import Recorded
 
 Objective = Callable[[nn.Module, Batch, Tensor], Tensor]
 """(model, batch, epoch of each image) -> loss, a mean over the batch. An objective that lets neighbours in the batch
 have a part in each other says by its attribute `together` how many must not be separated."""
-PATIENCE = timedelta(hours=2)
-"""That processes have for one that downloads images or looks at the model."""
-
-
-class TrainingStopped(RuntimeError):
-    """The run ended before its last step; its message says why and what is kept."""
 
 
 @dataclass
@@ -110,10 +104,12 @@ class Loop:
         self.order = Order(len(feed), settings.batch_size, settings.seed, accelerator.process_index, world)
         self.together = getattr(objective, "together", 1)
         self.micro = min(self._whole(settings.micro_batch or self.order.share), self.order.share)
-        model.to(self.device)
-        self.ema = Average(model, settings.ema) if settings.ema else None
-        groups = groups or parameter_groups(model, settings.weight_decay)
-        self.model, self.optimizer = accelerator.prepare(model, make_optimizer(groups, settings, self.device))
+        with agreed():
+            model.to(self.device)
+            self.ema = Average(model, settings.ema) if settings.ema else None
+            groups = groups or parameter_groups(model, settings.weight_decay)
+            optimizer = make_optimizer(groups, settings, self.device)
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.rates = torch.tensor([group.get("lr_scale", 1.0) for group in groups], device=self.device)
         self.scales = self.rates.clone()
         self.loss = self._make_loss()
@@ -257,8 +253,8 @@ class Loop:
                 leave = self._leave(interrupt) and not last
                 if save or leave:
                     self.save()
-                if evaluate and not leave and (found := self._look()):
-                    record |= found
+                if evaluate and not leave:
+                    record |= self._look()
                     self._write(record, replace_metrics)
                 self._tell(record)
                 losses, started, waited = [], time.perf_counter(), self.feed.wait_seconds
@@ -345,15 +341,16 @@ class Loop:
             ) from error
 
     def _write(self, record: Record, write: Callable[[Path, Record], None]) -> None:
-        if self.run is not None and self.accelerator.is_main_process:
-            write(self.run, record)
+        with agreed():
+            if self.run is not None and self.accelerator.is_main_process:
+                write(self.run, record)
 
     def _tell(self, record: Record) -> None:
-        if not self.accelerator.is_main_process:
-            return
-        numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
-        self.accelerator.log(numbers, step=record["step"])
-        self.hooks.on_record(record)
+        with agreed():
+            if self.accelerator.is_main_process:
+                numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
+                self.accelerator.log(numbers, step=record["step"])
+                self.hooks.on_record(record)
 
     # ------------------------------------------------------------ stopping and going on
 
@@ -364,28 +361,24 @@ class Loop:
         norms = torch.stack(torch._foreach_norm([p.detach() for p in self.bare.parameters()]))
         if not norms.isfinite().all():  # a finite loss may have a gradient that is not
             self._stop("the weights became infinite or NaN", self.step - 1)
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            training = {"step": self.step, "optimizer": self.optimizer.state_dict(), "micro": self.micro}
-            averaged = None
-            if self.ema is not None:
-                averaged = self.ema.model.state_dict()
-            ckpt.write_checkpoint(self.run, self.step, self.bare, training, averaged, self.settings.keep)
-        self.accelerator.wait_for_everyone()
+        with agreed():
+            if self.accelerator.is_main_process:
+                training = {"step": self.step, "optimizer": self.optimizer.state_dict(), "micro": self.micro}
+                averaged = None if self.ema is None else self.ema.model.state_dict()
+                ckpt.write_checkpoint(self.run, self.step, self.bare, training, averaged, self.settings.keep)
 
     def resume(self) -> int:
         """Continue from the run's last checkpoint; returns the step reached (0: there was none)."""
         assert self.run is not None
         done = ckpt.checkpoints(self.run)
         if done:
-            weights = ckpt.load_file(done[-1] / "model.safetensors")
+            weights, averaged, training = ckpt.read_checkpoint(done[-1], ema=self.ema is not None)
             ckpt.load_weights(self.bare, weights, what=str(done[-1]))
-            training = ckpt.load_training(done[-1])
             restore_optimizer(self.optimizer, training["optimizer"])
             self.step, self.micro = training["step"], min(training["micro"], self.micro)
             self.recorded = self.recorded if self._recordable() else None
             if self.ema is not None:
-                self.ema.model.load_state_dict(ckpt.load_file(done[-1] / "ema.safetensors"))
+                self.ema.model.load_state_dict(averaged)
         losses = (r["loss"] for r in read_metrics(self.run) if r["step"] <= self.step and "loss" in r)
         self.health.first_loss = next(losses, None)
         if self.accelerator.is_main_process:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from residua.files import write_text
 from residua.train import checkpoint as ckpt
 
 Record = dict[str, Any]
@@ -54,7 +55,7 @@ def truncate_metrics(run: Path, step: int) -> None:
 
 
 def _write(path: Path, records: Sequence[Record]) -> None:
-    ckpt.write_text(path, "".join(map(_line, records)))
+    write_text(path, "".join(map(_line, records)))
 
 
 def _line(record: Record) -> str:

@@ -13,8 +13,8 @@ from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hin
 import yaml
 
 from residua.adapt.names import is_name
+from residua.files import write_text
 from residua.nn.shortcut import Branches, Control, Decay, Per, Schedule
-from residua.train.checkpoint import write_text
 
 Auto = Literal["auto"]
 Rule = tuple[str, Any, bool, str]
@@ -283,11 +283,11 @@ def common_rules(data: DataConfig, optim: OptimConfig, shortcut: ShortcutConfig,
     return [
         ("img_size", data.img_size, data.img_size == "auto" or data.img_size > 0, "a positive number"),
         ("scale", data.scale, 0 < low <= high <= 1, "two shares of the area, 0 < least <= greatest <= 1"),
-        ("epochs", o.epochs, o.epochs == "auto" or o.epochs > 0, "a positive number"),
+        ("epochs", o.epochs, o.epochs == "auto" or 0 < o.epochs < math.inf, "a positive number"),
         ("steps", o.steps, o.steps is None or o.steps > 0, "a positive number"),
         ("batch_size", o.batch_size, o.batch_size == "auto" or o.batch_size > 0, "a positive number"),
-        ("lr", o.lr, o.lr == "auto" or o.lr > 0, "a positive number"),
-        ("base_lr", o.base_lr, o.base_lr is None or o.base_lr > 0, "a positive number"),
+        ("lr", o.lr, o.lr == "auto" or 0 < o.lr < math.inf, "a positive number"),
+        ("base_lr", o.base_lr, o.base_lr is None or 0 < o.base_lr < math.inf, "a positive number"),
         ("warmup", o.warmup, 0 <= o.warmup <= 1, "a share of the steps, in [0, 1]"),
         ("clip", o.clip, o.clip is None or o.clip > 0, "a positive norm"),
         ("ema", o.ema, o.ema is None or (o.ema != "auto" and 0 < o.ema < 1), "a decay between 0 and 1, such as 0.999"),
@@ -297,6 +297,8 @@ def common_rules(data: DataConfig, optim: OptimConfig, shortcut: ShortcutConfig,
         ("checkpoint_every", m.checkpoint_every, (m.checkpoint_every or 1) > 0, "a positive number of steps"),
         ("log_every", m.log_every, (m.log_every or 1) > 0, "a positive number of steps"),
         ("keep", m.keep, m.keep >= 0, "a number of checkpoints, or 0 for all"),
+        ("eval_every", m.eval_every, 0 <= (m.eval_every or 0) < math.inf, "a positive number of epochs"),
+        ("workers", m.workers, (m.workers or 0) >= 0, "a number of processes, or 0 for none"),
     ]  # fmt: skip
 
 
@@ -316,6 +318,16 @@ def machine_choices(machine: MachineConfig, device: str, steps: int) -> dict[str
         "checkpoint_every": m.checkpoint_every or max(1, steps // 20),
         "log_every": m.log_every or max(1, steps // 200),
     }
+
+
+def auto_steps(optim: OptimConfig, images: int, batch: int, budget: int, least: int, most: int, fewest: int = 1) -> int:
+    """Steps as asked for; else so many that about `budget` images are seen, in `least` to `most` epochs, but no fewer
+    than `fewest`, however few the images."""
+    if optim.steps:
+        return optim.steps
+    if optim.epochs != "auto":
+        return math.ceil(optim.epochs * images / batch)
+    return max(fewest, math.ceil(min(most, max(least, round(budget / images))) * images / batch))
 
 
 def check_images(config: Any, count: int) -> None:

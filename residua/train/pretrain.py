@@ -16,6 +16,7 @@ from residua.train import checkpoint as ckpt
 from residua.train.config import Pretrain, build_model, resolve
 from residua.train.loop import Objective
 from residua.train.machine import count_parameters, training_flops
+from residua.train.processes import agreed, in_turn
 from residua.train.session import (
     Lines,
     Session,
@@ -104,30 +105,30 @@ def prepare(config: Pretrain, progress: data.feed.Progress | None = None, given:
         config = resumed(config, given)
     folder = out_folder(config.machine)
     accelerator = open_accelerator(config.machine)
-    with accelerator.local_main_process_first():  # which downloads what is not there
-        splits = data.load(config.data.data)
-    device, init = accelerator.device, config.optim.init
-    there = ckpt.model_config(init) if init and not config.machine.resume else None
-    if there is not None:
-        config = as_in(config, there, given)
-    config = resolve(config, splits.train, device.type)
-    side, batch = config.data.img_size, config.optim.batch_size
-    assert isinstance(side, int)
-    assert isinstance(batch, int)
-    check_batch(batch, accelerator)
-    set_seed(config.optim.seed)
-    torch.set_float32_matmul_precision("high")
-    begun = bool(config.machine.resume and folder and ckpt.checkpoints(folder))
-    model = build_model(config, splits.train.channels, begun)
-    if init and there is not None:
-        check_shape(model, init, there)
-        tell_shortcuts(model, config, there)
-    if init and not begun:
-        ckpt.initialize(model, init)
+    splits = in_turn(lambda: data.load(config.data.data))
+    with agreed():
+        device, init = accelerator.device, config.optim.init
+        there = ckpt.model_config(init) if init and not config.machine.resume else None
+        if there is not None:
+            config = as_in(config, there, given)
+        config = resolve(config, splits.train, device.type)
+        side, batch = config.data.img_size, config.optim.batch_size
+        assert isinstance(side, int)
+        assert isinstance(batch, int)
+        check_batch(batch, accelerator)
+        set_seed(config.optim.seed)
+        torch.set_float32_matmul_precision("high")
+        begun = bool(config.machine.resume and folder and ckpt.checkpoints(folder))
+        model = build_model(config, splits.train.channels, begun)
+        if init and there is not None:
+            check_shape(model, init, there)
+            tell_shortcuts(model, config, there)
+        if init and not begun:
+            ckpt.initialize(model, init)
     run = None
     if not config.machine.dry_run:
         run = run_folder(config.machine, slug(config.data.data), accelerator)
-    with released_on_failure(run):
+    with released_on_failure(run), agreed():
         mean, std = splits.train.stats()
         if config.model.encoder and config.model.encoder_weights != "random":  # trained weights know their own
             known = model.encoder.preprocessing or model_data(config.model.encoder, splits.train.channels)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 
 from residua.data import Preprocessing, mixing, rng
 from residua.data.autoencoder import open_autoencoder
+from residua.files import replacing
 from residua.nn import SiT, UViT
 from residua.nn.diffusion import SAMPLERS, VP, Denoiser, Process, Steps, clipped, guided, times
 
@@ -337,9 +337,5 @@ def save_png(image: Tensor, path: Path) -> None:
     if image.shape[0] not in (1, 3):
         raise ValueError(f"an image of {image.shape[0]} channels is no PNG: write a .npz file instead")
     array = image.permute(1, 2, 0).squeeze(2).numpy() if image.shape[0] == 1 else image.permute(1, 2, 0).numpy()
-    part = path.with_name(f".{path.name}.part")
-    try:
+    with replacing(path) as part:
         Image.fromarray(array).save(part, format="PNG")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

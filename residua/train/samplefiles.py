@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from residua.data import DataError
 from residua.data.arrays import read_npz
 from residua.data.latents import new_array
-from residua.train.checkpoint import write_text
+from residua.files import replacing, write_text
 from residua.train.sample import (
     Progress,
     Sampling,
@@ -80,9 +80,8 @@ class Rows:
         images, done = path / "images.npy", path / "done.npy"
         if create and not done.exists():
             new_array(images, np.uint8, shape).flush()
-            part = path / ".done.npy"
-            np.save(part, np.zeros(shape[0], bool))
-            os.replace(part, done)
+            with replacing(done) as part, part.open("wb") as file:
+                np.save(file, np.zeros(shape[0], bool))
         if done.exists():
             self.images, self.done = (np.lib.format.open_memmap(file, mode="r+") for file in (images, done))
 

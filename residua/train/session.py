@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from residua.adapt import is_name
 from residua.data import Feed, Preprocessing, Source, Splits
 from residua.data.feed import Progress
+from residua.files import write_text
 from residua.lock import claim, held, release
-from residua.train import checkpoint as ckpt
-from residua.train.loop import PATIENCE, Hooks, Loop, Objective
+from residua.train.loop import Hooks, Loop, Objective
 from residua.train.machine import activation_bytes, count_parameters, device_name, environment
 from residua.train.optim import Groups, Settings
 from residua.train.options import Config, MachineConfig, check_place
+from residua.train.processes import PATIENCE, agreed
 
 C = TypeVar("C", bound=Config)
 M = TypeVar("M", bound=nn.Module)
@@ -113,19 +114,25 @@ def fit(session: Session[Any, M], hooks: Hooks | None = None) -> M:
     try:
         loop = session.loop(hooks)
         if session.run is not None:
-            if session.accelerator.is_main_process:
-                session.config.save(session.run / "config.yaml")
-                ckpt.write_text(session.run / "environment.json", json.dumps(environment(), indent=1))
-            numbers = {k: v for k, v in session.config.settings().items() if isinstance(v, int | float | str | bool)}
-            session.accelerator.init_trackers("residua", config=numbers)
-            if session.machine.resume:
-                loop.resume()
+            with agreed():
+                _begin(session, session.run, loop)
         loop.fit()
     finally:
         session.close()
         for tracker in session.accelerator.trackers:
             tracker.finish()
     return session.model.eval()
+
+
+def _begin(session: Session[Any, Any], run: Path, loop: Loop) -> None:
+    """Write down what is trained, and take up where the run was left."""
+    if session.accelerator.is_main_process:
+        session.config.save(run / "config.yaml")
+        write_text(run / "environment.json", json.dumps(environment(), indent=1))
+    numbers = {k: v for k, v in session.config.settings().items() if isinstance(v, int | float | str | bool)}
+    session.accelerator.init_trackers("residua", config=numbers)
+    if session.machine.resume:
+        loop.resume()
 
 
 def estimate(session: Session[Any, Any], steps: int = 3) -> dict[str, float]:
@@ -212,27 +219,32 @@ def share_batch_norm(model: nn.Module, accelerator: Accelerator) -> None:
 def run_folder(machine: MachineConfig, name: str, accelerator: Accelerator) -> Path:
     """The folder of this run, made now so that a read-only disk shows before any work."""
     chosen: list[str | None] = [None]
-    if accelerator.is_main_process:
-        given = out_folder(machine)
-        base = given or Path("runs") / f"{date.today()}-{name}"
-        path, number = base, 2
-        while problem := _taken(path, machine.resume):
-            if given:
-                raise ValueError(f"{path} {problem}")
-            path, number = base.with_name(f"{base.name}-{number}"), number + 1
-        try:
-            with released_on_failure(path):
-                ckpt.write_text(path / ".writable", "yes")
-                (path / ".writable").unlink()
-        except OSError as error:
-            raise ValueError(f"cannot write to the run folder {path}: {error}; choose another with --out") from error
-        chosen = [str(path)]
+    with agreed():
+        if accelerator.is_main_process:
+            chosen = [str(_own_folder(machine, name))]
     if accelerator.num_processes > 1:
         broadcast_object_list(chosen)
     assert chosen[0] is not None
     run = Path(chosen[0])
     accelerator.project_configuration.project_dir = accelerator.project_configuration.logging_dir = str(run)
     return run
+
+
+def _own_folder(machine: MachineConfig, name: str) -> Path:
+    given = out_folder(machine)
+    base = given or Path("runs") / f"{date.today()}-{name}"
+    path, number = base, 2
+    while problem := _taken(path, machine.resume):
+        if given:
+            raise ValueError(f"{path} {problem}")
+        path, number = base.with_name(f"{base.name}-{number}"), number + 1
+    try:
+        with released_on_failure(path):
+            write_text(path / ".writable", "yes")
+            (path / ".writable").unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write to the run folder {path}: {error}; choose another with --out") from error
+    return path
 
 
 @contextmanager

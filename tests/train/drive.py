@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import residua
+from residua import data
 from residua.data import Preprocessing
 from residua.nn import MAE
 from residua.nn.diffusion import VP
@@ -168,10 +169,31 @@ def failing_rank(config: Any, shared: bool, rank: int, world: int, port: int) ->
     fit(ready(config), Hooks(every=5, on_interval=look, on_message=lambda text: None))
 
 
+def stopped_rank(config: Any, part: str, failing: int, log: Path, rank: int, world: int, port: int) -> None:
+    """One of several processes, of which one cannot do its part: how each ends, while none of the others has left."""
+    take_place(rank, world, port)
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise checkpoint.CheckpointError(f"no {part} here")
+
+    if rank == failing:
+        place, name = {"load": (data, "load"), "resume": (checkpoint, "read_checkpoint"),
+                       "save": (checkpoint, "write_checkpoint"), "record": (loop, "append_metrics")}[part]  # fmt: skip
+        setattr(place, name, fail)
+    try:
+        fit(ready(config))
+    except Exception as error:
+        (log / f"{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+    deadline = time.monotonic() + 10
+    while len(list(log.glob("*.txt"))) < world and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os._exit(0 if time.monotonic() < deadline else 1)  # a process that still waits for others is not waited for
+
+
 def command_rank(args: list[str], log: Path, rank: int, world: int, port: int) -> None:
     """A command by one of several processes, which writes down what it did."""
     take_place(rank, world, port)
-    from residua import cli, data
+    from residua import cli
     from residua.evaluate import reading
 
     places: list[tuple[int, int]] = []
@@ -274,11 +296,11 @@ def _in_text(name: str) -> Callable[[_Nth], None]:
     def arm(nth: _Nth) -> None:
         write = Path.write_text
 
-        def write_text(path: Path, text: str, *rest: Any) -> int:
+        def write_text(path: Path, text: str, **options: Any) -> int:
             if name in path.name and nth.due():
-                write(path, text[: len(text) // 2], *rest)
+                write(path, text[: len(text) // 2], **options)
                 nth.kill()
-            return write(path, text, *rest)
+            return write(path, text, **options)
 
         Path.write_text = write_text  # type: ignore[method-assign]
 

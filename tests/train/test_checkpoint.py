@@ -190,13 +190,18 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(
     assert same(residua.load(tmp_path), model)
 
 
-def test_a_text_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "config.yaml"
-    ckpt.write_text(path, "old")
-    monkeypatch.setattr(ckpt, "_sync", lambda p: (_ for _ in ()).throw(OSError("cut off here")))
-    with pytest.raises(OSError, match="cut off"):
-        ckpt.write_text(path, "new and longer")
-    assert path.read_text() == "old"
+@pytest.mark.parametrize("name", ["model.safetensors", "ema.safetensors", "training.pt"])
+@pytest.mark.parametrize("size", [0, 900, None])
+def test_a_damaged_checkpoint_is_told_with_the_way_out(model: MAE, tmp_path: Path, name: str, size: int | None) -> None:
+    folder = ckpt.write_checkpoint(tmp_path, 1, model, {"step": 1, "optimizer": {}}, model.state_dict())
+    weights, averaged, training = ckpt.read_checkpoint(folder, ema=True)
+    assert (weights.keys(), averaged.keys(), training["step"]) == (model.state_dict().keys(), weights.keys(), 1)
+    content = (folder / name).read_bytes()
+    (folder / name).unlink()
+    if size is not None:
+        (folder / name).write_bytes(content[:size])
+    with pytest.raises(ckpt.CheckpointError, match=r"step-0000001 is damaged or not complete: .*Remove that folder"):
+        ckpt.read_checkpoint(folder, ema=True)
 
 
 def test_another_architecture_under_our_own_names_is_refused(model: MAE, tmp_path: Path) -> None:

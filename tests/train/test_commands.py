@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drive import STEPS, command_rank, failing_rank, pretrain, small, together
+from drive import STEPS, command_rank, failing_rank, pretrain, small, stopped_rank, together
 
 from residua import cli
 from residua.cli.console import typed
@@ -74,6 +74,22 @@ def test_processes_that_wait_for_one_that_failed_are_not_answered_by_its_trainin
     assert 0 not in together(failing_rank, small(tmp_path / "run"), True)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-0000003"]
     assert [r["step"] for r in read_metrics(tmp_path / "run")] == [2, 3, 4, 5]
+
+
+# ---------------------------------------------------------------- one process that fails
+
+
+@pytest.mark.parametrize(("part", "failing"), [("load", 0), ("load", 1), ("resume", 1), ("save", 0), ("record", 0)])
+def test_where_one_process_fails_all_end_with_its_error(tmp_path: Path, part: str, failing: int) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    log.mkdir()
+    if part == "resume":
+        pretrain(small(run, steps=2))
+    config = small(run, steps=2, resume=part == "resume")
+    assert together(stopped_rank, config, part, failing, log) == [0, 0]
+    assert (log / f"{failing}.txt").read_text() == f"CheckpointError: no {part} here"
+    said = f"TrainingStopped: process {failing} failed: no {part} here (CheckpointError)"
+    assert (log / f"{1 - failing}.txt").read_text() == said
 
 
 # ---------------------------------------------------------------- resuming

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from residua import alphas, data
+from residua.train import diffuse_config
 from residua.train.config import Pretrain, build_model, resolve
 from residua.train.diffuse_config import Diffuse
 from residua.train.finetune_config import Finetune
@@ -119,6 +120,9 @@ def test_a_few_images_are_trained_on_for_as_long_as_it_takes(device: str, steps:
     got = chosen(device, 45)
     assert (got["steps"], got["batch_size"], got["epochs"]) == (steps, 45, steps)
     assert chosen(device, 45, epochs=60.0)["steps"] == 60  # unless told
+    few = data.load("shapes?n=45&size=32").train
+    assert diffuse_config.resolve(Diffuse(), few, device).optim.steps == steps
+    assert diffuse_config.resolve(Diffuse().override(epochs=60.0), few, device).optim.steps == 60
 
 
 @pytest.mark.parametrize(
@@ -248,6 +252,10 @@ def test_nothing_is_left_open_and_choosing_again_changes_nothing() -> None:
     [
         ({"epochs": 0}, "epochs is 0"),
         ({"epochs": -1.0}, "epochs is -1.0"),
+        ({"epochs": math.inf}, "epochs is inf"),
+        ({"lr": math.inf}, "lr is inf"),
+        ({"eval_every": -1.0}, "eval_every is -1.0"),
+        ({"workers": -1}, "workers is -1"),
         ({"steps": 0}, "steps is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"anneal": 1.5}, "anneal is 1.5"),

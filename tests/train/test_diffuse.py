@@ -1,5 +1,6 @@
 """Training of diffusion models: the objective by its definition, whole runs, and what is refused."""
 
+import math
 import os
 import signal
 import threading
@@ -288,6 +289,7 @@ def test_positions_have_no_weight_decay() -> None:
         ({"skips": False}, "skips is False"),
         ({"eval_every": 1.0}, "sample_every and fid_every"),
         ({"fid_every": 1.0}, "without pictures"),
+        ({"sample_every": math.inf}, "sample_every is inf"),
         ({"ema": 1.5}, "ema is 1.5"),
         ({"depth": 3}, "even number"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),

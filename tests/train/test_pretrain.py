@@ -19,7 +19,7 @@ import residua
 from residua.data import Batch
 from residua.lock import held, release
 from residua.nn import MAE
-from residua.train import Hooks, Pretrain, Session, checkpoint, estimate, fit, prepare, read_metrics
+from residua.train import Hooks, Pretrain, Session, estimate, fit, prepare, read_metrics
 from residua.train.checkpoint import CheckpointError, checkpoints
 from residua.train.pretrain import Reconstruction
 from residua.train.session import LOCK, hours
@@ -230,7 +230,7 @@ def test_what_fails_leaves_a_run_as_it_was_and_free(
         assert not held(run / LOCK)
         assert (run / "environment.json").read_text() == before
         assert not list(run.glob(".writable*"))
-    monkeypatch.setattr(checkpoint, "write_text", lambda path, text: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr("residua.train.session.write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(ValueError, match="cannot write to the run folder"):
         prepare(small(run, resume=True))
     assert not held(run / LOCK)
