@@ -1,8 +1,8 @@
 """What the blocks of a residual network do: their Jacobians, how those align, and how classes collapse.
 
-svd = jacobian_svd(step.branch, step.input, k=30)     # top singular triplets, matrix-free
+svd = jacobian_svd(step, step.input, k=30)            # top singular triplets, matrix-free
 laws = alignment(model, images, classes=10)           # RA1 to RA4
-laws.scalars(), laws.verdicts(), laws.table()
+laws.scalars(), laws.verdicts(), laws.table(), laws.figure()
 """
 
 from .alignment import Alignment, Block, measure, straightness

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from rich.table import Table
@@ -33,6 +33,9 @@ from .jacobian import (
     jacobian_svd,
     says_what_to_do,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Gauge = Literal["J", "J/alpha"]
 Map = Callable[[Tensor], Tensor]
@@ -76,8 +79,10 @@ class Alignment:
     """(B, L, L): `|U_j^T J_i V_j - S_i|_F / |S_i|_F`; 0 is perfect alignment."""
     overlap: Tensor
     """(B, L, L): `|V_i^T V_j|_F^2 / K`, of right singular subspaces; 1 is the same subspace."""
+    overlap_left: Tensor
+    """(B, L, L): `|U_i^T U_j|_F^2 / K`, the same of left ones."""
     overlap_classes: Tensor | None
-    """(B, L, L): the same of the first C vectors, which RA3 says are all there is."""
+    """(B, L, L): `overlap` of the first C vectors, which RA3 says are all there is."""
     grid: Tensor
     """(L, L, K, K): `|U_j^T J_i V_j|`, mean over samples; the picture of RA2."""
     swapped: Tensor
@@ -107,6 +112,7 @@ class Alignment:
             "RA2 diagonal share": self.diagonal[:, others].mean(1),
             "RA2 coupling": self.coupling[:, others].mean(1),
             "RA2 subspace overlap": self.overlap[:, others].mean(1),
+            "RA2 subspace overlap, left": self.overlap_left[:, others].mean(1),
             "RA2 left and right": self.left_right.mean(1),
             "RA3 entropy rank": self.rank.mean(1),
             "RA4 slope": self.slope,
@@ -164,6 +170,24 @@ class Alignment:
             told.add(law)
             table.add_row(name, f"{mean:.3f}", f"± {spread:.3f}", verdict)
         return table
+
+    def figure(self) -> Figure:
+        """RA2 to RA4 as pictures, mean over samples; `.savefig("laws.png")` keeps it. `residua anatomy` draws more."""
+        from matplotlib.figure import Figure  # slow to import
+
+        figure = Figure((10.5, 3.2), layout="constrained")
+        pairs, values, inverse = figure.subplots(1, 3)
+        pairs.set(title="RA2: diagonal share", xlabel="block j, its vectors", ylabel="block i, its Jacobian")
+        figure.colorbar(pairs.imshow(self.diagonal.mean(0).cpu(), vmin=0, vmax=1), ax=pairs)
+        values.set(title=f"RA3: singular values of {self.gauge}", xlabel="number", yscale="log")
+        for i, own in enumerate(self.S.mean(0).cpu()):
+            values.plot(range(1, len(own) + 1), own, color=str(0.8 * i / len(self.names)))
+        inverse.set(title="RA4: 1 / largest", xlabel="block")
+        told = self.to_dict()
+        heights = [math.nan if v is None else v for v in told["inverse_s1"]]
+        spreads = [math.nan if v is None else v for v in told["inverse_s1_spread"]]
+        inverse.errorbar(range(len(heights)), heights, spreads, fmt="o")
+        return figure
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: scalars and verdicts, and means and spreads over samples by block.
@@ -305,6 +329,7 @@ def _summary(
         diagonal=on_diagonal / energy.sum((-2, -1)).clamp_min(tiny),
         coupling=difference / s.norm(dim=-1)[:, :, None].clamp_min(tiny),
         overlap=_overlap(v),
+        overlap_left=_overlap(u),
         overlap_classes=overlap_classes,
         grid=grid.abs().mean(0),
         swapped=swapped,

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from residua.data.room import memory
+from residua.nn.stream import Step
 
 from .lanczos import Operator, lanczos
 
@@ -70,9 +72,9 @@ def jacobian_svd(
 ) -> JacobianSVD:
     """The `k` largest singular triplets of `d f(x)_b / d x_b` for every sample b of a batch.
 
-    `f` maps a batch (B, ...) to a batch (B, ...) sample by sample: evaluation mode, no batch statistics; a residual
-    step's branch will do. Shapes of input and output may differ. Precision is that of `x`: use float64 where a rank
-    is claimed.
+    `f` maps a batch (B, ...) to a batch (B, ...) sample by sample: evaluation mode, no batch statistics. Of a residual
+    step it is what the step adds to its shortcut, see `residual_branch`. Shapes of input and output may differ.
+    Precision is that of `x`: use float64 where a rank is claimed.
 
     "lanczos" is block Golub-Kahan-Lanczos with full re-orthogonalisation and thick restarts, on the map made linear
     once. It goes on until all residuals `J^T u - s v` are within `tol` of the largest singular value (default 1e-9 in
@@ -83,7 +85,7 @@ def jacobian_svd(
     undefined. `budget` in GiB bounds the memory of one chunk of products; beside it "lanczos" keeps 160, or 8 k,
     vectors of both sides for every sample.
 
-    >>> svd = jacobian_svd(step.branch, step.input.double(), k=30)
+    >>> svd = jacobian_svd(step, step.input, k=30)
     >>> svd.S[0], svd.residual.max()
     """
     if x.ndim < 2 or len(x) == 0:
@@ -114,9 +116,27 @@ def jacobian_svd(
             (u, s, v), used = operator.decompose(k), 0  # type: ignore[union-attr]
             residual = _residual(operator, u, s, v, tol)
         if not s.any():
-            _refuse_detached(f, x)
+            _refuse_detached(products.f, x)
     converged = residual <= 10 * tol * s[:, :1]
     return JacobianSVD(products.outputs(u), s, products.inputs(v), residual, converged, method, used)
+
+
+def residual_branch(step: Step) -> Map:
+    """What a step adds to its shortcut: the branch, of `relu(alpha shortcut(x) + F(x))` where the sum is positive."""
+    if step.after is None:
+        return step.branch
+    if step.after is not F.relu and not isinstance(step.after, nn.ReLU):
+        raise ValueError(
+            f"{step.name}: its sum passes through a norm or the like (post-norm); measured are Jacobians of blocks "
+            "x + F(x) and relu(x + F(x))"
+        )
+
+    def masked(x: Tensor) -> Tensor:
+        f = step.branch(x)
+        kept = x if step.shortcut is None else step.shortcut(x)
+        return f * (step.alpha * kept + f > 0)
+
+    return masked
 
 
 def _choose(m: int, n: int, k: int) -> Method:
@@ -158,6 +178,7 @@ class Products:
     """J and J^T of a map at a batch, in chunks of vectors that fit a budget."""
 
     def __init__(self, f: Map, x: Tensor, budget: float = 2.0) -> None:
+        f = residual_branch(f) if isinstance(f, Step) else f
         self.x = x.detach()
         self.budget = budget
         with exact(), torch.no_grad():  # nothing is kept for the weights
@@ -318,7 +339,10 @@ def exact() -> Iterator[None]:
 
 
 def dense_jacobian(f: Map, x: Tensor, budget: float = 2.0) -> Tensor:
-    """(B, out, in): every sample's Jacobian in full; columns by forward or rows by reverse mode, the fewer."""
+    """(B, out, in): every sample's Jacobian in full; columns by forward or rows by reverse mode, the fewer.
+
+    `f` as in `jacobian_svd`.
+    """
     return _full(Products(f, x, budget))
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.adapt import is_own, stream, unwrapped
@@ -19,7 +18,7 @@ from residua.nn import Classifier, ResNet, SiT, UniformNet, UViT
 from residua.nn.stream import Step
 
 from .alignment import Alignment, Block, Gauge, measure
-from .jacobian import Method
+from .jacobian import Method, residual_branch
 
 Precision = Literal["float64", "float32"]
 
@@ -144,9 +143,7 @@ def _named(model: nn.Module, images: Tensor) -> dict[str, Any]:
 
 def block_of(step: Step, token: int | None = None) -> Block:
     """A step that knows its input, as a block; of one token alone where that is asked for."""
-    x, branch = _input(step), step.branch
-    if step.after is not None:
-        branch = _masked(step)
+    x, branch = _input(step), residual_branch(step)
     if token is not None:
         if x.ndim != 3:
             raise ValueError(f"token {token} was asked for, but {step.name} has a stream of shape {tuple(x.shape[1:])}")
@@ -154,22 +151,6 @@ def block_of(step: Step, token: int | None = None) -> Block:
             raise ValueError(f"token {token} was asked for; there are {x.shape[1]}, 0 to {x.shape[1] - 1}")
         return Block(step.name, _one_token(branch, x, token), x[:, token], float(step.alpha))
     return Block(step.name, branch, x, float(step.alpha))
-
-
-def _masked(step: Step) -> Callable[[Tensor], Tensor]:
-    """The branch of `relu(alpha shortcut(x) + F(x))`, where the sum is positive; elsewhere nothing of it passes."""
-    if step.after is not F.relu and not isinstance(step.after, nn.ReLU):
-        raise ValueError(
-            f"{step.name}: its sum passes through a norm or the like (post-norm); measured are Jacobians of blocks "
-            "x + F(x) and relu(x + F(x))"
-        )
-
-    def branch(x: Tensor) -> Tensor:
-        f = step.branch(x)
-        kept = x if step.shortcut is None else step.shortcut(x)
-        return f * (step.alpha * kept + f > 0)
-
-    return branch
 
 
 def _one_token(branch: Callable[[Tensor], Tensor], x: Tensor, token: int) -> Callable[[Tensor], Tensor]:

@@ -50,7 +50,7 @@ class Decay:
             raise ValueError(f"alpha_eff is {self.alpha_eff}; it must lie in (0, 1] (1 = ordinary residual network)")
         if self.alpha_eff is not None and self.alpha_min != 1.0:
             raise ValueError("give alpha_min or alpha_eff, not both: one determines the other")
-        if self.until is not None and (self.until <= 0 or (self.until > 1 and self.until != int(self.until))):
+        if self.until is not None and not (0 < self.until <= 1 or (1 < self.until < math.inf and self.until % 1 == 0)):
             raise ValueError(
                 f"until is {self.until}; give a share of the depth in (0, 1] or a whole step index above 1"
             )

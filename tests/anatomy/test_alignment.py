@@ -3,6 +3,7 @@
 import io
 import json
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -52,6 +53,29 @@ def test_exchanged_vectors_show_where_left_and_right_differ() -> None:
     expected = (vh[:2] @ a @ u[:, :2]).abs()  # V_b^T J_a U_b
     torch.testing.assert_close(laws.swapped[0, 1], expected)
     torch.testing.assert_close(laws.grid[0, 1], (u[:, :2].T @ a @ vh[:2].T).abs())
+
+
+def test_overlaps_are_of_right_and_of_left_subspaces() -> None:
+    a, b = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.ones(1, 6, dtype=torch.float64)
+    laws = measure([linear("a", a, x), linear("b", b, x)], x, k=2)
+    (u_a, _, v_a), (u_b, _, v_b) = torch.linalg.svd(a), torch.linalg.svd(b)
+    right, left = (v_a[:2] @ v_b[:2].T).square().sum() / 2, (u_a[:, :2].T @ u_b[:, :2]).square().sum() / 2
+    assert laws.overlap[0, 0, 1].item() == pytest.approx(right.item())
+    assert laws.overlap_left[0, 0, 1].item() == pytest.approx(left.item())
+    assert laws.scalars()["RA2 subspace overlap, left"][0] == pytest.approx(left.item())
+
+
+def test_the_figure_shows_what_was_measured(aligned: tuple[list[Block], Tensor]) -> None:
+    blocks, end = aligned
+    laws = measure([*blocks, Block("dead", lambda z: 0 * z, end)], end, k=3)
+    figure = laws.figure()
+    figure.savefig(io.BytesIO())  # zero singular values do not keep it from being drawn
+    pairs, values, inverse = figure.axes[:3]
+    np.testing.assert_allclose(pairs.images[0].get_array(), laws.diagonal.mean(0))
+    assert [line.get_ydata()[0] for line in values.lines] == pytest.approx(laws.S[..., 0].mean(0).tolist())
+    assert list(inverse.lines[0].get_ydata()) == pytest.approx([3, 4, 5, 6, 7, np.nan], nan_ok=True)
+    assert "of J" in values.get_title()
 
 
 def test_a_dead_block_leaves_all_numbers_finite(aligned: tuple[list[Block], Tensor]) -> None:

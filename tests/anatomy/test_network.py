@@ -27,7 +27,7 @@ def test_blocks_are_the_steps_and_their_jacobians_those_of_the_network(vit) -> N
     assert bound.left_out == []
     block = bound.blocks[3]
     step = residua.stream(vit)[3]
-    whole = dense_jacobian(step, block.x)  # of alpha x + f(x)
+    whole = dense_jacobian(step.__call__, block.x)  # of alpha x + f(x)
     eye = torch.eye(whole.shape[1], dtype=whole.dtype)
     torch.testing.assert_close(dense_jacobian(block.branch, block.x), whole - block.alpha * eye)
     torch.testing.assert_close(bound.end, step_through(vit, x))
@@ -67,6 +67,21 @@ def test_post_activation_blocks_are_masked() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["vit", "resmlp"])
+def test_the_jacobian_of_a_step_is_that_of_what_it_adds(name: str) -> None:
+    torch.manual_seed(0)
+    size = {"patch_size": 4, "embed_dim": 12, "num_heads": 2} if name == "vit" else {"width": 12}
+    net = residua.create_model(name, img_size=8, depth=2, alpha_min=0.6, **size).double().eval().requires_grad_(False)
+    step = residua.stream(net, torch.randn(2, 3, 8, 8, dtype=torch.float64))[-1]
+    assert step.input is not None
+    summed = step.alpha * step.input + step.branch(step.input)
+    passed = summed > 0 if name == "resmlp" else torch.ones_like(summed)
+    kept = step.alpha * torch.diag_embed(passed.flatten(1).double())  # what the shortcut has in the whole
+    expected = dense_jacobian(step.__call__, step.input) - kept
+    torch.testing.assert_close(dense_jacobian(step, step.input), expected)
+    torch.testing.assert_close(jacobian_svd(step, step.input, 5).S, torch.linalg.svdvals(expected)[:, :5])
+
+
 def test_blocks_that_change_the_shape_are_masked_by_their_projection() -> None:
     torch.manual_seed(0)
     net = residua.create_model("resconv_down", img_size=8, num_classes=3, depth=4, width=4, alpha_min=0.7)
@@ -75,7 +90,7 @@ def test_blocks_that_change_the_shape_are_masked_by_their_projection() -> None:
     block = block_of(step)
     out = step(step.input)
     on = (out > 0).flatten(1).double()
-    whole, kept = dense_jacobian(step, block.x), dense_jacobian(step.shortcut, block.x)
+    whole, kept = dense_jacobian(step.__call__, block.x), dense_jacobian(step.shortcut, block.x)
     assert whole.shape == (2, 8 * 4 * 4, 4 * 8 * 8)
     expected = whole - block.alpha * on[:, :, None] * kept
     torch.testing.assert_close(dense_jacobian(block.branch, block.x), expected, rtol=1e-9, atol=1e-11)

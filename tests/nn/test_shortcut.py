@@ -120,6 +120,8 @@ def test_controls() -> None:
         ({"until": 0.0}, "until is 0.0"),
         ({"until": -3}, "until is -3"),
         ({"until": 2.7}, "until is 2.7"),
+        ({"until": math.inf}, "until is inf"),
+        ({"until": math.nan}, "until is nan"),
         ({"schedule": "exponential"}, "linear, literal, cosine, constant, learned"),
         ({"per": "head"}, "sublayer, block"),
         ({"branches": "norm"}, "both, attn, mlp"),
