@@ -64,7 +64,7 @@ def sample(args: list[str]) -> None:
     if make(o, planned) and not _is_picture(planned.out) and pre.in_chans in (1, 3):
         out, data = (shlex.quote(text) for text in (str(planned.out), _trained_on(o.model)))
         side = " ".join(map(str, dict.fromkeys(pre.img_size)))  # once where height and width are the same
-        say(f"score:    residua score {out} --reference {data} --img-size {side}")
+        say(f"score:    residua score {out} --reference {data} --reference-split train --img-size {side}")
 
 
 @dataclass(frozen=True)

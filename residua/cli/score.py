@@ -24,8 +24,8 @@ class ScoreOptions:
     """A folder of images, a .npz or .npy file (uint8, images x height x width x 3), a source of images, or a run of a
     diffusion model, whose samples are made first where they are not there (residua sample has more settings)."""
     reference: str | None = None
-    """The same of real images; or a .npz file of statistics (mu, sigma), for FID alone. Default for a run: what it was
-    trained on."""
+    """The same of real images; or a .npz file of statistics (mu, sigma), for FID alone. Default for a run: the images
+    that it was trained on."""
     n: Annotated[int | None, arg(aliases=["-n"])] = None
     """Samples of a run: images 0 to n - 1; default: 10,000."""
     latents: str | None = None
@@ -47,7 +47,7 @@ class ScoreOptions:
     split: Literal["train", "test"] | None = None
     """Which samples; default: all of a folder, else train."""
     reference_split: Literal["train", "test"] | None = None
-    """Which images of the reference; default: all of a folder without train folder, else train."""
+    """Which images of the reference; default: all of a folder that is named and has no train folder, else train."""
     img_size: tuple[int, ...] = ()
     """Bring all images to SIDE, or HEIGHT WIDTH, first: central part, antialiased; default: as they are, for a run the
     size of its samples."""
@@ -88,6 +88,7 @@ def score(args: list[str]) -> None:
 
     o = tyro.cli(ScoreOptions, args=args, prog="residua score")
     reference, size = _reference(o), img_size(o.img_size)
+    part = o.reference_split or (None if o.reference else "train")
     samples: str | Planned = o.samples
     if _is_run(o.samples):
         samples, own = _planned(o)
@@ -100,7 +101,7 @@ def score(args: list[str]) -> None:
     result = score(
         samples, reference, metrics=[m for m, on in asked.items() if on] or ["fid"],  # type: ignore[misc]
         extractor=o.extractor, weights=o.weights, readout=o.readout, layer=o.layer, img_size=size,
-        split=o.split, reference_split=o.reference_split, limit=o.limit, reference_limit=o.reference_limit, k=o.k,
+        split=o.split, reference_split=part, limit=o.limit, reference_limit=o.reference_limit, k=o.k,
         subsets=o.subsets, subset_size=o.subset_size, seed=o.seed, batch_size=o.batch_size, bf16=o.bf16,
         on_bad_image=o.on_bad_image, cache=cache, progress=_progress,
         device=device_of(o.device),
@@ -121,7 +122,7 @@ def _is_run(samples: str) -> bool:
 
 def _reference(o: ScoreOptions) -> str:
     """The one asked for, or what a run was trained on."""
-    from residua.train.options import trained_on
+    from residua.train.options import check_place, trained_on
 
     if o.reference is not None:
         return o.reference
@@ -133,6 +134,7 @@ def _reference(o: ScoreOptions) -> str:
     found = trained_on(o.samples)
     if found is None:
         raise ValueError(f"{o.samples} does not say what it was trained on: give --reference")
+    check_place(o.samples, found, "give --reference, or call this from there")
     return found
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate.utils import set_seed
@@ -20,6 +22,7 @@ from residua.data.autoencoder import LatentSpace, open_autoencoder
 from residua.data.latents import latent_view, latents_of
 from residua.nn.conditioning import drop_labels
 from residua.nn.diffusion import Process, make_process, noised, target
+from residua.train.checkpoint import checkpoints
 from residua.train.diffuse_config import Diffuse, build_model, resolve
 from residua.train.loop import Hooks, Objective
 from residua.train.machine import count_parameters, training_flops
@@ -118,7 +121,7 @@ class Diffusion(Session[Diffuse, Any]):
     def objective(self) -> Objective:
         device, model, labels = self.accelerator.device, self.model, None
         if model.num_classes is not None:
-            labels = torch.from_numpy(self.feed.source.labels).to(device)
+            labels = torch.from_numpy(told_labels(self.feed.source, self.splits.train)).to(device)
         return Denoising(
             self.config, model.process, self.preprocessing, device, labels=labels, classes=model.num_classes or 0,
             space=getattr(model, "autoencoder", None), full=self.feed.full,
@@ -217,6 +220,8 @@ def prepare(config: Diffuse, progress: data.feed.Progress | None = None, given: 
         channels = space.channels if space else splits.train.channels
         model = build_model(config, channels, len(classes) if classes else None, space.factor if space else 1)
         preprocessing = _attach(model, config, splits.train.channels, classes, space)
+        if config.machine.resume:
+            _check_begun(model, Path(str(config.machine.out)).expanduser())
     run = None if config.machine.dry_run else run_folder(config.machine, f"{slug(config.data.data)}-diffusion",
                                                          accelerator)  # fmt: skip
     with released_on_failure(run), agreed():
@@ -233,13 +238,23 @@ def prepare(config: Diffuse, progress: data.feed.Progress | None = None, given: 
 
 
 def class_names(source: Source) -> list[str]:
-    """One name a class; numbers where there are no names."""
+    """One name a class that has images; numbers where there are no names.
+
+    A class without images would not be learned, and yet be dealt out among the samples.
+    """
     assert source.labels is not None
     names = source.classes or [str(i) for i in range(int(source.labels.max()) + 1)]
     if len(source.labels) and not 0 <= source.labels.min() <= source.labels.max() < len(names):
         low, high = int(source.labels.min()), int(source.labels.max())
         raise DataError(f"{source.name} has labels from {low} to {high}; expected 0 to {len(names) - 1}")
-    return list(names)
+    return [names[i] for i in np.unique(source.labels)]
+
+
+def told_labels(source: Source, train: Source) -> np.ndarray:
+    """Numbers of the images' classes among `class_names(train)`."""
+    assert source.labels is not None
+    assert train.labels is not None
+    return np.searchsorted(np.unique(train.labels), source.labels)
 
 
 def _attach(
@@ -256,3 +271,16 @@ def _attach(
     if space is not None:
         model.autoencoder = space
     return model.preprocessing
+
+
+def _check_begun(model: Any, run: Path) -> None:
+    """Refuse to go on with other latents than a run was begun with, or with labels that mean something else."""
+    saved = checkpoints(run)
+    if not saved:
+        return
+    before, space = json.loads((saved[-1] / "model.json").read_text()), getattr(model, "autoencoder", None)
+    remedy = "put back what was there, or start a new run with another --out"
+    if space and replace(space, name=before["autoencoder"]["name"]).to_dict() != before["autoencoder"]:
+        raise DataError(f"the autoencoder {space.name} is not the one that {run} was begun with: {remedy}")
+    if before.get("classes") != getattr(model, "classes", None):
+        raise DataError(f"the images have other classes than when {run} was begun: {remedy}")

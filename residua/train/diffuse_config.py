@@ -185,12 +185,13 @@ def build_model(config: Diffuse, in_chans: int, classes: int | None, factor: int
 
 def rules(config: Diffuse) -> list[Rule]:
     """What has to hold."""
-    m, o, k = config.model, config.optim, config.machine
+    d, m, o, k = config.data, config.model, config.optim, config.machine
     settled = replace(o, ema=None) if o.ema == "auto" else o
     return [
-        *common_rules(config.data, settled, config.shortcut, k),
+        *common_rules(d, settled, config.shortcut, k),
         ("weight_decay", o.weight_decay, o.weight_decay >= 0, "0 or more"),
         ("warmup_steps", o.warmup_steps, o.warmup_steps >= 0, "0 or more steps"),
+        ("scale", d.scale, not m.latents or d.scale in ("auto", (1.0, 1.0)), "1 1: latents are of the central square"),
         ("label_dropout", m.label_dropout, 0 <= m.label_dropout < 1, "a share in [0, 1)"),
         ("skips", m.skips, m.skips or m.network == "sit", "true: a U-ViT is made of them"),
         ("patch_size", m.patch_size, m.patch_size == "auto" or m.patch_size > 0, "a positive number"),

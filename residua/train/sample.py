@@ -127,11 +127,12 @@ def check_numbers(n: int, first: int, batch_size: int | None) -> None:
 def _numbers(model: Any, classes: Sequence[int | str]) -> tuple[int, ...]:
     """Labels of classes by number or name; of all, where none are given."""
     names: list[str] = list(getattr(model, "classes", None) or [])
+    numbered = bool(names) and all(name.isdecimal() for name in names)  # then text is a name: some may be missing
     found = []
     for given in classes:
         if isinstance(given, str) and given in names:  # a number stays one, whatever classes are called
             found.append(names.index(given))
-        elif re.fullmatch(r"-?\d+", str(given)):
+        elif re.fullmatch(r"-?\d+", str(given)) and not (numbered and isinstance(given, str)):
             found.append(int(given))
         else:
             near = difflib.get_close_matches(str(given), names, n=3, cutoff=0.4) or names[:5]
@@ -162,8 +163,8 @@ def attach_autoencoder(model: Any, name: str, device: str | torch.device = "cpu"
 
 
 def labels_of(index: Tensor, settings: Sampling) -> Tensor | None:
-    """Class (B,) of every image, where there are classes; `settings` are checked ones."""
-    if not settings.classes:
+    """Class (B,) of every image, where there are classes and they are not ignored; `settings` are checked ones."""
+    if not settings.classes or settings.guidance == 0:
         return None
     table = torch.tensor([int(label) for label in settings.classes], device=index.device)
     return table[index % len(table)]
@@ -203,7 +204,7 @@ def _not_finite(model: nn.Module, settings: Sampling) -> str:
     guidance, nearer = f"guidance {settings.guidance:g}, " * labelled, "guidance nearer to 1, " * labelled
     return (
         f"samples are not finite with {guidance}{settings.sampler}, {settings.steps} steps, clip {settings.clip}: try "
-        f"{nearer}more steps, or clip True"
+        f"{nearer}more steps{'' if settings.clip else ', or clip True'}"
     )
 
 
@@ -217,8 +218,8 @@ def _solve(model: Any, index: Tensor, settings: Sampling, progress: Progress | N
         return mixing.normal(u).reshape(shape)
 
     y = labels_of(index, settings)
-    denoise = _denoiser(model, process, None if settings.guidance == 0 else y, settings.precision)
-    if y is not None and settings.guidance not in (0, 1):
+    denoise = _denoiser(model, process, y, settings.precision)
+    if y is not None:
         denoise = guided(denoise, _denoiser(model, process, None, settings.precision), settings.guidance)
     if settings.clip:
         denoise = clipped(denoise, process)
@@ -308,7 +309,9 @@ def evaluating(
     home, training = next(model.parameters()).device, model.training
     where = home if device is None else torch.device(device)
     precision, compiled = torch.get_float32_matmul_precision(), model._compiled_call_impl
-    torch.set_float32_matmul_precision("highest" if settings.precision == "float32" else "high")
+    convolutions, exact = torch.backends.cudnn.allow_tf32, settings.precision == "float32"
+    torch.set_float32_matmul_precision("highest" if exact else "high")
+    torch.backends.cudnn.allow_tf32 = not exact  # which PyTorch lets convolutions have unless told
     model.eval().to(where)
     if settings.compile:
         model.compile()
@@ -316,6 +319,7 @@ def evaluating(
         yield where
     finally:
         torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = convolutions
         model._compiled_call_impl = compiled
         model.train(training).to(home)
 

@@ -107,7 +107,7 @@ def write_samples(
     accelerator: Any = None,
     progress: Progress | None = None,
 ) -> Path:
-    """`n` samples as a folder of PNGs, as `OUT.npz` (`arr_0` uint8 (n, H, W, C), `labels` where there are classes), or
+    """`n` samples as a folder of PNGs, as `OUT.npz` (`arr_0` uint8 (n, H, W, C), `labels` where images have one), or
     as one picture `OUT.png`. Several processes share the work.
 
     What is there already is not made again; a folder or `.npz` gets what it lacks. How the samples came about is kept

@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,6 +186,12 @@ def test_a_model_learns_latents_samples_images_and_is_probed(
     monkeypatch.setattr(autoencoder, "_open", lambda name: other)
     with pytest.raises(DataError, match="other weights"):
         residua.sample(model, 1, steps=1)
+    with pytest.raises(DataError, match=r"stand-in is not the one that .*run was begun with"):
+        prepare(Diffuse().override(out=str(tmp_path / "run"), resume=True, cpu=True))
+    moved = replace(stand_in.space, name="elsewhere")
+    monkeypatch.setattr(autoencoder, "_open", lambda name: stand_in)
+    monkeypatch.setattr(stand_in, "space", moved)
+    prepare(Diffuse().override(out=str(tmp_path / "run"), resume=True, cpu=True))
 
 
 def test_an_autoencoder_of_other_channels_is_refused() -> None:

@@ -115,6 +115,28 @@ def test_a_run_stands_for_its_samples_and_its_images(script: Path, tmp_path: Pat
     assert "give --reference" in capsys.readouterr().err
 
 
+def test_a_run_is_compared_with_the_images_that_it_saw(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    for i in range(20):
+        file = tmp_path / "pictures" / "ab"[i % 2] / f"{i}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(file)
+    monkeypatch.chdir(tmp_path)
+    diffusion_run(tmp_path / "run")
+    Path("run/config.yaml").write_text("data: {data: 'folder:pictures', img_size: 8}\n")
+    Path("run/environment.json").write_text(json.dumps({"cwd": str(tmp_path)}))
+    args = ["score", "run", "-n", "4", "--extractor", str(script), "--no-cache", "--device", "cpu"]
+    for options, seen in (([], "train, 18"), (["--reference-split", "test"], "test, 2")):
+        assert cli.main([*args, *options]) == 0
+        assert f"reference pictures {seen} images" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.chdir(tmp_path / "pictures")
+    assert cli.main(["score", str(tmp_path / "run"), *args[2:]]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "it is relative to" in said
+    assert "give --reference" in said
+
+
 @pytest.mark.parametrize("options", [["-n", "4"], ["--latents", "ae"]])
 def test_what_is_for_runs_alone_is_refused_of_others(options: list[str], tmp_path: Path, capsys) -> None:
     assert cli.main(["score", str(tmp_path), "--reference", "shapes", *options]) == 2

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -305,6 +306,36 @@ def test_labels_that_are_not_there_are_refused(tmp_path: Path) -> None:
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i}.png")
     with pytest.raises(DataError, match="no labels"):
         prepare(small_diffusion(data=f"folder:{tmp_path}", batch_size=2))
+
+
+def test_classes_without_images_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = residua.data.load("shapes?n=40&size=16&test=20")
+    splits.train.labels, names = np.array([1, 4, 6, 4])[np.arange(40) % 4], splits.train.classes
+    assert names
+    monkeypatch.setattr(residua.data, "load", lambda spec: splits)
+    session = prepare(small_diffusion())
+    assert (session.model.num_classes, session.model.classes) == (3, [names[1], names[4], names[6]])
+    objective: Any = session.objective()
+    assert objective.labels.tolist() == [0, 1, 2, 1] * 10
+
+
+def test_a_run_does_not_go_on_with_other_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, splits = tmp_path / "run", residua.data.load("shapes?n=40&size=16&test=20")
+    monkeypatch.setattr(residua.data, "load", lambda spec: splits)
+    diffuse(small_diffusion(run, steps=1))
+    assert splits.train.classes
+    splits.train.classes = splits.train.classes[::-1]
+    with pytest.raises(DataError, match=r"other classes than when .*run was begun"):
+        prepare(small_diffusion(run, steps=1, resume=True))
+
+
+def test_crops_of_latents_are_refused() -> None:
+    source = residua.data.load("shapes?n=40&size=16").train
+    space = LatentSpace("ae", channels=4, factor=2, scale=1.0, shift=0.0, weights="")
+    config = small_diffusion(latents="ae", patch_size="auto", img_size=16)
+    assert resolve(config, source, "cpu", space).data.scale == (1.0, 1.0)
+    with pytest.raises(ValueError, match=r"scale is \(0.2, 1.0\).*the central square"):
+        resolve(config.override(scale=(0.2, 1.0)), source, "cpu", space)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:

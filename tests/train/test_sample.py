@@ -96,6 +96,9 @@ def test_classes_called_by_numbers_are_found_once(tmp_path: Path) -> None:
         once = check_sampling(model, Sampling(classes=given))
         assert once.classes == meant
         assert check_sampling(model, once) == once
+    model.classes = ["1", "4", "9", "10"]  # of which 2 is none, though there is a third
+    with pytest.raises(ValueError, match="no class named '2'; did you mean"):
+        check_sampling(model, Sampling(classes=("2",)))
 
 
 def test_classes_are_dealt_out_in_turn() -> None:
@@ -105,6 +108,7 @@ def test_classes_are_dealt_out_in_turn() -> None:
     assert labels_of(torch.arange(5), some).tolist() == [1, 0, 2, 1, 0]
     every = check_sampling(model, Sampling())
     assert labels_of(torch.arange(5), every).tolist() == [0, 1, 2, 0, 1]
+    assert labels_of(torch.arange(5), replace(every, guidance=0.0)) is None  # they are of no class
 
 
 def test_classes_may_be_one_or_an_array() -> None:
@@ -146,12 +150,31 @@ def test_clipping_keeps_x_0_in_range_and_leaves_the_rest_alone(process: Any) -> 
     assert torch.allclose(noised(process, found, eps, t), x)
 
 
+@pytest.mark.parametrize("sampler", ["dpm-solver", "ddim", "heun", "euler-maruyama"])
+@pytest.mark.parametrize("value", ["inf", "-inf"])
+def test_clipping_makes_no_images_of_infinities(sampler: str, value: str) -> None:
+    model = network()
+    model.final_layer.bias.data[0] = float(value)
+    with pytest.raises(ValueError, match="weights that are not finite"):
+        residua.sample(model, 2, sampler=sampler, steps=3, clip=True)
+
+
 def test_pixels_are_clipped_and_latents_are_not() -> None:
     model = network()
     assert check_sampling(model, QUICK).clip is True
     model.autoencoder = object()
     assert check_sampling(model, QUICK).clip is False
     assert check_sampling(model, Sampling(clip=True)).clip is True
+
+
+@pytest.mark.parametrize(("precision", "short"), [("float32", False), ("tf32", True)])
+def test_float32_is_meant_for_convolutions_too(precision: Any, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not short)
+    model, seen = network(), []
+    model.final_layer.register_forward_hook(lambda *_: seen.append(torch.backends.cudnn.allow_tf32))
+    residua.sample(model, 1, steps=1, precision=precision)
+    assert seen == [short]
+    assert torch.backends.cudnn.allow_tf32 is not short
 
 
 def test_half_precision_stays_away_from_pure_noise() -> None:
@@ -187,6 +210,8 @@ def test_samples_that_are_not_finite_are_refused(precision: Any, tmp_path: Path)
     unconditional.patch_embed.proj.weight.data.fill_(1e38)
     with pytest.raises(ValueError, match=r"not finite with dpm-solver, 2 steps, clip False: try more steps, or clip"):
         residua.sample(unconditional, 2, steps=2, clip=False, precision=precision)
+    with pytest.raises(ValueError, match=r"clip True: try more steps$"):
+        residua.sample(unconditional, 2, steps=2, clip=True, precision=precision)
     for guidance in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="guidance"):
             residua.sample(model, 2, steps=2, guidance=guidance)

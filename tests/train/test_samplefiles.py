@@ -105,6 +105,11 @@ def test_an_array_grows_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (out.stat().st_mtime_ns, described(out)["n"]) == (before, 7)
 
 
+def test_images_that_ignore_the_label_are_stored_without(tmp_path: Path) -> None:
+    write_samples(network(num_classes=2), tmp_path / "s.npz", 2, replace(QUICK, guidance=0.0))
+    assert "labels" not in np.load(tmp_path / "s.npz")
+
+
 def test_killed_at_the_very_end_an_array_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def kill(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -356,7 +361,7 @@ def test_the_command_for_scores_fits_data_of_mixed_sizes(
     assert cli.main(args) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("score:")]
     command = shlex.split(line.removeprefix("score:"))
-    assert command[-len(side) - 1 :] == ["--img-size", *side]
+    assert command[-len(side) - 3 :] == ["--reference-split", "train", "--img-size", *side]
     torch.jit.script(Mean()).save(tmp_path / "mean.pt")
     assert cli.main([*command[1:], "--extractor", str(tmp_path / "mean.pt"), "--no-cache", "--device", "cpu"]) == 0
 
