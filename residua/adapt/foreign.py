@@ -16,7 +16,7 @@ from residua.nn import encoder_of as own_encoder_of
 from residua.nn.stream import Tap
 
 from .block import SCALE
-from .generic import evaluating
+from .example import evaluating
 from .model import Located, blocks_of, fade_like, is_own, shortcuts, tapped, unfade, unwrapped
 from .names import SOURCE, open_model
 

@@ -34,7 +34,8 @@ from .block import (
     uninstall,
 )
 from .diffusers_blocks import KINDS as DIFFUSERS
-from .generic import NoExample, arguments, eager, evaluating, find_generic, strangers
+from .example import NoExample, arguments, eager, evaluating
+from .generic import find_generic, strangers
 from .timm_blocks import KINDS as TIMM
 from .torchvision_blocks import KINDS as TORCHVISION
 from .transformers_blocks import ASIDE

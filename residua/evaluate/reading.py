@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.adapt import Foreign
-from residua.adapt.generic import evaluating
+from residua.adapt.example import evaluating
 from residua.data import Batch, Feed, Preprocessing, Source, train_view
 from residua.data.augment import normalize
 from residua.data.feed import OnBadImage

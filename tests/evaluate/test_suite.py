@@ -22,7 +22,8 @@ from residua.evaluate import (
 from residua.evaluate.featureset import FeatureSet
 from residua.evaluate.geometry import UNITS
 from residua.evaluate.report import Report
-from residua.evaluate.suite import add_knn, untrained
+from residua.evaluate.scoring import add_knn
+from residua.evaluate.suite import untrained
 from residua.nn import MAE, ViT
 
 FAST = {"probe": None, "rank": False, "neighbors": 0}
