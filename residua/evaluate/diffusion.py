@@ -24,13 +24,14 @@ from residua.data.feed import OnBadImage
 from residua.nn import SiT, UViT, create_model
 from residua.nn.diffusion import noised, process_config
 
-from . import suite
 from .cache import weights_hash
 from .features import Cache, Layers, Subject, View, open_cache, open_feed, pick_split, pixel_subject, read_features
 from .knn import check_votes
 from .protocols import PROTOCOLS, ProbeResult, Protocol, resolve_recipe
 from .reading import Column, Reader, frozen, resolve_layers, undisturbed
 from .report import MODEL, PIXELS, RANDOM, Report
+from .scoring import add_knn, add_probe, add_rank
+from .suite import probe_features, test_set
 
 TIMES = (0.02, 0.05, 0.1, 0.2, 0.4)
 """Noise levels that are looked at unless told."""
@@ -54,19 +55,23 @@ def block_names(model: Any) -> list[str]:
 class NoisedReader:
     """Mean of the patch tokens after some blocks, of images noised to some levels; keyed by `Column`.
 
-    The noise of an image depends on the seed and the image's number, and is the same at all levels.
+    The noise of an image depends on the seed, the split and the image's number, and is the same at all levels. Test
+    images have noise of their own: else a probe could know the noise of a training image of the same number again,
+    and, where images are sorted by class, the class by it.
     """
 
     model: Any
     columns: Sequence[Column]
     seed: int
     autoencoder: Autoencoder | None = None
+    part: str = "train"
     numbered = True
 
     def __call__(self, images: Tensor, index: Tensor) -> dict[Any, Tensor]:
         with torch.autocast(images.device.type, enabled=False):
             x_0 = images if self.autoencoder is None else self.autoencoder.encode(images)
-            eps = mixing.normal(rng.uniform(self.seed, 0, index, x_0[0].numel(), "probe")).view_as(x_0)
+            stream = "probe" if self.part == "train" else f"probe {self.part}"
+            eps = mixing.normal(rng.uniform(self.seed, 0, index, x_0[0].numel(), stream)).view_as(x_0)
         out: dict[Any, Tensor] = {}
         for name in dict.fromkeys(name for name, _ in self.columns):
             self._read(name, x_0, eps, out)
@@ -87,18 +92,23 @@ class NoisedReader:
 
 
 def noised_subject(
-    model: Any, layers: Sequence[int], times: Sequence[float], seed: int, autoencoder: Autoencoder | None = None
+    model: Any,
+    layers: Sequence[int],
+    times: Sequence[float],
+    seed: int,
+    autoencoder: Autoencoder | None = None,
+    part: str = "train",
 ) -> Subject:
-    """Layers x noise levels of a diffusion model."""
+    """Layers x noise levels of a diffusion model, on images of one split."""
 
     def reader(columns: Sequence[Column]) -> Reader:
-        return NoisedReader(model, columns, seed, autoencoder)
+        return NoisedReader(model, columns, seed, autoencoder, part)
 
     def identity() -> dict[str, Any]:
         from residua import __version__
 
         space = autoencoder.space.to_dict() if autoencoder else None
-        own = {"process": process_config(model.process), "autoencoder": space, "noise": seed}
+        own = {"process": process_config(model.process), "autoencoder": space, "noise": [seed, part]}
         return {"weights": weights_hash(model), "config": model.config, "residua": __version__} | own
 
     return Subject(reader, [(level(t), i) for t in times for i in layers], identity)
@@ -157,33 +167,41 @@ def evaluate_diffusion(
     with frozen(model, device) as where:
         space = getattr(model, "autoencoder", None)
         autoencoder = open_autoencoder(space, where) if space else None
-        readers = {MODEL: noised_subject(model, chosen, levels, seed, autoencoder)}
-        if baselines:
-            fresh = untrained(model, seed).to(where)
-            readers[RANDOM] = noised_subject(fresh, chosen[-1:], levels, seed, autoencoder)
-            readers[PIXELS] = pixel_subject(16)
+        fresh = untrained(model, seed).to(where) if baselines else None
+
+        def readers(part: str) -> dict[str, Subject]:
+            found = {MODEL: noised_subject(model, chosen, levels, seed, autoencoder, part)}
+            if fresh is not None:
+                found[RANDOM] = noised_subject(fresh, chosen[-1:], levels, seed, autoencoder, part)
+                found[PIXELS] = pixel_subject(16)
+            return found
+
         open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image)
-        read = partial(read_features, readers, open_with=open_with, cache=open_cache(cache), on_bad_image=on_bad_image)
+        read = partial(read_features, open_with=open_with, cache=open_cache(cache), on_bad_image=on_bad_image)
         seen = {"train": views if probe == "cached" and data.train.labels is not None else 0, "test": 0}
         sources = {name: pick_split(data, name, limit, seed) for name in seen}
-        whole = {name: read(s, view=replace(view, views=seen[name])) for name, s in sources.items() if s is not None}
-    subjects = {name: (whole["train"][name], whole.get("test", {}).get(name)) for name in readers}
-    subjects, labelled, note = suite.test_set(subjects, seed)
+        whole = {
+            part: read(readers(part), source, view=replace(view, views=seen[part]))
+            for part, source in sources.items()
+            if source is not None
+        }
+    subjects = {name: (train, whole.get("test", {}).get(name)) for name, train in whole["train"].items()}
+    subjects, labelled, note = test_set(subjects, seed)
     if not labelled:
         raise DataError(f"{data.name} has no labels of two classes or more: there is nothing to probe for")
     if probe is not None:
-        results = suite.probe_features(subjects, probe, options | {"seed": seed, "device": where})
+        results = probe_features(subjects, probe, options | {"seed": seed, "device": where})
     train, test = subjects[MODEL]
     report = Report(
         data=data.name, readout=", ".join(map(level, levels)), layers=chosen, img_size=view.preprocessing.img_size,
         n_train=len(train), n_test=0 if test is None else len(test), test=note, seed=seed,
     )  # fmt: skip
     if knn:
-        suite.add_knn(report, subjects, k, temperature, where)
+        add_knn(report, subjects, k, temperature, where)
     for name, result in results.items():
-        suite.add_probe(report, name, subjects[name][0], result, str(probe))
+        add_probe(report, name, subjects[name][0], result, str(probe))
     if rank:
-        suite.add_rank(report, subjects, geometry=False)
+        add_rank(report, subjects, geometry=False)
     return report
 
 

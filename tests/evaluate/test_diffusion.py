@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import residua
 from residua import cli
-from residua.data import DataError, Preprocessing, mixing, rng
+from residua.data import DataError, Preprocessing, Splits, mixing, rng
+from residua.data.arrays import ArraySource
 from residua.evaluate.diffusion import NoisedReader, best, block_names, evaluate_diffusion, grid, grid_table
 from residua.nn.diffusion import VP, Flow
 from residua.train.checkpoint import write_checkpoint
@@ -51,6 +53,15 @@ def test_a_feature_is_the_mean_of_patches_of_the_noised_image(name: str) -> None
         stream = taps[block_names(model)[layer]][:, model.num_prefix_tokens :]
         assert torch.allclose(found["t=0.2", layer], stream.mean(1), atol=1e-5)
     assert not torch.allclose(found["t=0.05", 1], found["t=0.2", 1], atol=1e-3)
+
+
+def test_noise_does_not_tell_a_test_image_from_others() -> None:
+    """Images that are all alike, sorted by class in both splits: what could tell them is noise that splits share."""
+    sides = [ArraySource("grey", part, np.full((200, 16, 16, 3), 128, np.uint8), np.arange(200) // 100, ["a", "b"])
+             for part in ("train", "test")]  # fmt: skip
+    options: dict[str, Any] = {"probe": None, "times": (0.5,), "layers": "last", "baselines": False, "k": 1}
+    found = evaluate_diffusion(network(), Splits("grey", *sides), **options)
+    assert 35 < found.value("kNN") < 65
 
 
 def test_blocks_are_counted_through_both_halves() -> None:
