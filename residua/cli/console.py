@@ -138,7 +138,9 @@ def dry_run(session: Session[Any, Any]) -> None:
 
 def warn_shared(splits: Splits) -> None:
     from residua.data import count_shared
+    from residua.evaluate.features import with_test
 
+    splits, _ = with_test(splits)  # as it is evaluated
     if splits.test is None:
         return
     shared = count_shared(splits.train, splits.test)

@@ -22,7 +22,7 @@ def finetune(args: list[str]) -> None:
 
     given = typed(args)  # before a settings file is taken from them
     config = finetune_settings(args)
-    session = prepare(config, load=lambda spec, seed: labelled(load(spec), seed), progress=decoding, given=given)
+    session = prepare(config, load=lambda spec: labelled(load(spec)), progress=decoding, given=given)
     with agreed():
         main = announce(session)
         if main:

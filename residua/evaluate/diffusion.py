@@ -25,13 +25,25 @@ from residua.nn import SiT, UViT, create_model
 from residua.nn.diffusion import noised, process_config
 
 from .cache import weights_hash
-from .features import Cache, Layers, Subject, View, open_cache, open_feed, pick_split, pixel_subject, read_features
+from .features import (
+    Cache,
+    Layers,
+    Subject,
+    View,
+    open_cache,
+    open_feed,
+    pick_split,
+    pixel_subject,
+    read_features,
+    structure,
+    with_test,
+)
 from .knn import check_votes
 from .protocols import PROTOCOLS, ProbeResult, Protocol, resolve_recipe
 from .reading import Column, Reader, frozen, resolve_layers, undisturbed
 from .report import MODEL, PIXELS, RANDOM, Report
 from .scoring import add_knn, add_probe, add_rank
-from .suite import probe_features, test_set
+from .suite import has_classes, probe_features
 
 TIMES = (0.02, 0.05, 0.1, 0.2, 0.4)
 """Noise levels that are looked at unless told."""
@@ -109,7 +121,7 @@ def noised_subject(
 
         space = autoencoder.space.to_dict() if autoencoder else None
         own = {"process": process_config(model.process), "autoencoder": space, "noise": [seed, part]}
-        return {"weights": weights_hash(model), "config": model.config, "residua": __version__} | own
+        return {"weights": weights_hash(model), "config": structure(model), "residua": __version__} | own
 
     return Subject(reader, [(level(t), i) for t in times for i in layers], identity)
 
@@ -150,7 +162,7 @@ def evaluate_diffusion(
     """
     model = accelerator.unwrap_model(model) if accelerator is not None else model
     device = accelerator.device if device is None and accelerator is not None else device
-    data = load(data) if isinstance(data, str) else data
+    data, note = with_test(load(data) if isinstance(data, str) else data)
     levels = check_times(times)
     view = View(_preprocessing(model, data.train), batch_size, seed=seed, bf16=bf16)
     options = {"learning_rates": learning_rates, "weight_decays": weight_decays, "epochs": epochs}
@@ -186,8 +198,7 @@ def evaluate_diffusion(
             if source is not None
         }
     subjects = {name: (train, whole.get("test", {}).get(name)) for name, train in whole["train"].items()}
-    subjects, labelled, note = test_set(subjects, seed)
-    if not labelled:
+    if not has_classes(subjects[MODEL][0]):
         raise DataError(f"{data.name} has no labels of two classes or more: there is nothing to probe for")
     if probe is not None:
         results = probe_features(subjects, probe, options | {"seed": seed, "device": where})
@@ -242,10 +253,14 @@ def untrained(model: Any, seed: int = 0) -> Any:
 
 
 def best(report: Report, metric: str = "linear probe") -> tuple[int, str]:
-    """Layer and noise level: those that held-out images chose; the highest where they chose none."""
+    """Layer and noise level: those that held-out images chose; the highest where they chose none.
+
+    Of several k of kNN the smallest counts, as in `grid`: the highest of them would be the test images' choice.
+    """
     own = [s for s in report.scores if (s.metric, s.subject) == (metric, MODEL)]
     if not own:
         raise KeyError(f"no {metric!r} in this report")
+    own = [s for s in own if s.settings.get("k") == own[0].settings.get("k")]
     sound = [s for s in own if not math.isnan(s.value)] or own
     top = max(sound, key=lambda s: (bool(s.settings.get("selected") or s.settings.get("chosen")), s.value))
     return top.layer, str(top.settings["readout"])

@@ -31,7 +31,7 @@ from .probe import Protocol
 from .suite import evaluate
 
 RANK, PROBE, KNN, NORM = "entropy rank", "linear probe", "kNN", "feature norm"
-_FORMAT = 1  # of dynamics.json
+_FORMAT = 2  # of dynamics.json, and of what its scores mean
 _NORM_IMAGES = 64
 
 Runs: TypeAlias = Sequence[str | Path] | Mapping[str, str | Path]

@@ -15,11 +15,13 @@ from residua.adapt import encoder_of, is_own
 from residua.adapt.foreign import preprocessing_of as preprocessing_of_foreign
 from residua.data import DataError, Feed, Preprocessing, Source, Splits, load
 from residua.data.feed import OnBadImage
+from residua.data.source import fingerprint_of
 from residua.nn.vit import patch_grid
 
 from .cache import Entry, FeatureCache, Writer, weights_hash
 from .distributed import agree, is_main, wait_for_all, world
 from .featureset import Features, FeatureSet, Readout
+from .protocols import split
 from .reading import (
     Column,
     EncoderReader,
@@ -62,10 +64,13 @@ __all__ = [
     "read_features",
     "resolve_layers",
     "undisturbed",
+    "with_test",
 ]
 
 ImgSize: TypeAlias = int | tuple[int, int]
 Cache: TypeAlias = str | Path | FeatureCache | None
+
+TEST_SHARE = 0.2  # of the training images, where a labelled data set brings no test split
 
 
 def extract(
@@ -163,9 +168,14 @@ def encoder_subject(encoder: Any, layers: Sequence[int], readouts: tuple[Readout
     def identity() -> dict[str, Any]:
         from residua import __version__
 
-        return {"weights": weights_hash(encoder), "config": encoder.config, "residua": __version__}
+        return {"weights": weights_hash(encoder), "config": structure(encoder), "residua": __version__}
 
     return Subject(reader, [(readout, i) for readout in readouts for i in layers], identity)
+
+
+def structure(model: Any) -> dict[str, Any]:
+    """How a model was made, and a hash of what its modules are now: activations and norms may have been replaced."""
+    return model.config | {"modules": fingerprint_of(repr(model))}
 
 
 def pixel_subject(size: int) -> Subject:
@@ -353,6 +363,23 @@ def _foreign_preprocessing(model: Any, train: Source, img_size: ImgSize | None) 
     if train.channels not in (1, own.in_chans):
         raise DataError(f"{train.name} has {train.channels} channels, the model takes {own.in_chans}")
     return own if img_size is None else replace(own, img_size=img_size)  # type: ignore[arg-type]
+
+
+def with_test(data: Splits) -> tuple[Splits, str]:
+    """Splits with labelled test images, their own or a fifth of the training images (stratified); and which.
+
+    The fifth depends on the labels alone, not on a seed or limit: a network that was fine-tuned on the other images is
+    never tested on those it learnt. Without labels of two classes or more the data stay as they are.
+    """
+    train, test = data.train, data.test
+    own = test is not None and len(test) > 0
+    if train.labels is None or len(set(train.labels.tolist())) < 2:
+        return data, "test split" if own else "none"
+    if test is not None and own and test.labels is not None:
+        return data, "test split"
+    kept, held = split(torch.from_numpy(train.labels), TEST_SHARE)
+    parts = [train.subset(rows.tolist()) for rows in (kept, held)]
+    return Splits(data.name, *parts), f"{TEST_SHARE:.0%} of the training images"
 
 
 def pick_split(data: Splits, name: str, limit: int | None = None, seed: int = 0) -> Source | None:

@@ -136,9 +136,19 @@ def as_featureset(data: Labelled, what: str = "data") -> FeatureSet:
             as_matrix(x, what if layer < 0 else f"{what}, layer {layer}, read-out {name}")
     if data.labels is None:
         raise ValueError(f"{what}: this score needs labels and there are none; rank and neighbours work without")
-    if len(data.labels) != len(data):
-        raise ValueError(f"{what}: {len(data)} rows of features but {len(data.labels)} labels")
-    return replace(data, labels=data.labels.long())
+    if data.labels.shape != (len(data),):
+        shape = "x".join(map(str, data.labels.shape))
+        raise ValueError(f"{what}: {len(data)} rows of features but {shape} labels; expected one for each row")
+    labels = data.labels.long()
+    if data.labels.is_floating_point() and not torch.equal(labels.to(data.labels), data.labels):
+        raise ValueError(f"{what}: labels must be whole numbers, got {data.labels.dtype} with fractions or NaN")
+    return replace(data, labels=labels)
+
+
+def class_numbers(*labels: Tensor) -> tuple[list[Tensor], int]:
+    """Labels as numbers 0 to C - 1 without gaps, in the same order, and C: a label may be any whole number."""
+    classes, numbers = torch.cat(labels).unique(return_inverse=True)
+    return list(numbers.split([len(part) for part in labels])), len(classes)
 
 
 def as_matrix(features: Any, what: str = "features") -> Tensor:
@@ -157,7 +167,10 @@ def as_matrix(features: Any, what: str = "features") -> Tensor:
 
 
 def check_compatible(train: FeatureSet, test: FeatureSet) -> None:
-    """Same layers and widths on both sides, and no test label that training never named."""
+    """Same layers and widths on both sides, and no negative labels.
+
+    Test images of a class that training never showed count: as wrong.
+    """
     if train.layers != test.layers:
         raise ValueError(f"train has layers {train.layers}, test has {test.layers}; extract both alike")
     for i in train.layers:

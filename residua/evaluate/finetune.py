@@ -21,13 +21,11 @@ from residua.train.loop import Hooks
 from residua.train.processes import agreed
 from residua.train.session import fit
 
+from .features import TEST_SHARE, with_test
 from .interval import wilson
-from .protocols import split
 from .rank import CollapsedError, entropy_rank
 from .reading import View, collect_all, frozen, open_feed
 from .report import finite
-
-HELD_OUT = 0.2  # of the training images, where a labelled data set brings no test split
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def finetune(
     ("resnet18"). `data` defaults to what a run was trained on. `settings` are those of `residua finetune --help` by
     their plain names, by default MAE's recipe (He et al. 2022). With `out`, a folder, the run is kept there; otherwise
     the result's `model` is all there is. Where labelled data has no test split, a fifth of the training images
-    (stratified, by `seed`) is held out from training.
+    (stratified, always the same, also in `evaluate`) is held out from training.
 
     >>> result = finetune("runs/a", "cifar100", epochs=20, mixup=0.0)
     >>> result.accuracy, result.interval, result.model.classes
@@ -113,27 +111,22 @@ def finetune(
         config = config.override(trackers=())
     given = data if isinstance(data, Splits) else None
     session = prepare(
-        config, start=start, load=lambda spec, seed: labelled(given or load(spec), seed), write=write, given=settings
+        config, start=start, load=lambda spec: labelled(given or load(spec)), write=write, given=settings
     )
     return train_and_test(session, Hooks(on_record=on_record, on_message=on_message))
 
 
-def labelled(splits: Splits, seed: int) -> Splits:
+def labelled(splits: Splits) -> Splits:
     """Splits with labelled test images: their own, or a fifth of the training images."""
     check_labels(splits)
-    train, test = splits.train, splits.test
-    if test is not None and test.labels is not None and len(test):
-        return splits
-    assert train.labels is not None
-    kept, held = split(torch.from_numpy(train.labels), HELD_OUT, seed)
-    return Splits(splits.name, train.subset(kept.tolist()), train.subset(held.tolist()))
+    return with_test(splits)[0]
 
 
 def origin(splits: Splits) -> str:
     """Where the test images of `labelled` splits come from."""
     assert splits.test is not None
     held_out = splits.test.split == splits.train.split
-    return f"{HELD_OUT:.0%} of the training images, held out" if held_out else "test split"
+    return f"{TEST_SHARE:.0%} of the training images, held out" if held_out else "test split"
 
 
 def train_and_test(session: Classification, hooks: Hooks | None = None) -> FinetuneResult:

@@ -39,7 +39,8 @@ def class_separation(data: Labelled) -> float:
 
     0: classes are laid over each other; 1: every class is one direction. A mean of cosines is a product of
     mean unit vectors `u_k`, so `d_within = 1 - mean_k |u_k|^2` and `d_total = 1 - |mean_k u_k|^2`. Features are
-    taken as they are, without centring.
+    taken as they are, without centring. An image is a pair with itself, so features that know nothing of the classes
+    have 1 / n with n images a class, not 0: compare sets of one size.
     """
     x, _, member = _labelled(data)
     means = _class_sums(F.normalize(x, dim=1), member) / member.bincount()[:, None]
@@ -53,8 +54,8 @@ def variance_ratio(data: Labelled) -> float:
 
         S_B = sum_k (n_k / n) (m_k - m)(m_k - m)^T        S_W = (1 / n) sum_i (x_i - m_y(i))(x_i - m_y(i))^T
 
-    The F statistic of a one-way analysis of variance, without its degrees of freedom. Infinite where every
-    class is one point.
+    The F statistic of a one-way analysis of variance, without its degrees of freedom: features that know nothing of
+    C classes have (C - 1) / (n - C), not 0. Infinite where every class is one point.
     """
     x, _, member = _labelled(data)
     means = _class_sums(x, member) / member.bincount()[:, None]

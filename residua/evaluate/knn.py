@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from scipy import stats
 from torch import Tensor
 
-from .featureset import FeatureSet, Labelled, as_featureset, check_compatible, full_precision
+from .featureset import FeatureSet, Labelled, as_featureset, check_compatible, class_numbers, full_precision
 from .rank import CollapsedError
 
 NEIGHBOURS = (1, 5, 10, 20, 100, 200)
@@ -153,12 +153,12 @@ def few_shot_knn(
         raise ValueError(f"few-shot kNN needs at least one draw and one image a class, got {draws} and {shots}")
     k = shots if k is None else k
     check_compatible(train, test)
-    sizes = train.targets.bincount()
-    few = [(c, n) for c, n in enumerate(sizes.tolist()) if 0 < n < shots]
+    classes, sizes = train.targets.unique(return_counts=True)
+    few = [(c, n) for c, n in zip(classes.tolist(), sizes.tolist()) if n < shots]
     if few:
         raise ValueError(
             f"{shots} images a class were asked for, but class {few[0][0]} has only {few[0][1]} "
-            f"({len(few)} of {int((sizes > 0).sum())} classes are too small); ask for at most {min(n for _, n in few)}"
+            f"({len(few)} of {len(classes)} classes are too small); ask for at most {min(n for _, n in few)}"
         )
     train, test = train.only(train.layers[-1]), test.only(test.layers[-1])
     accuracies = []
@@ -174,7 +174,7 @@ def draw_shots(labels: Tensor, shots: int, seed: int | Sequence[int]) -> Tensor:
     """Rows of `shots` random images of every class, in order; `seed` decides."""
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(labels)))
     by_class = order[labels.cpu()[order].argsort(stable=True)]  # shuffled within each class
-    sizes = labels.cpu().bincount()
+    sizes = labels.cpu().unique(return_counts=True)[1]
     place = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     return by_class[place < shots].sort().values.to(labels.device)
 
@@ -191,8 +191,10 @@ def _search(
     where = torch.device(device) if device is not None else train.last.device
     bank = F.normalize(train.last.to(where).float(), dim=1)
     _check_spread(bank)
-    labels, truth = train.targets.to(where), test.targets.to(where)
-    classes = int(max(labels.max(), truth.max())) + 1
+    (labels, truth), classes = class_numbers(train.targets.to(where), test.targets.to(where))
+    # of equally similar images some are taken: where those of a class lie together, they would be of one class
+    order = torch.randperm(len(bank), generator=torch.Generator().manual_seed(0)).to(where)
+    bank, labels = bank[order], labels[order]
     rows, columns = tile(where)
     hits = dict.fromkeys(ks, torch.zeros((), dtype=torch.long, device=where))
     for x, y in zip(test.last.split(chunk or rows), truth.split(chunk or rows)):

@@ -29,7 +29,7 @@ from residua.data.feed import OnBadImage
 from .adamw import cosine
 from .distributed import sum_over_processes, world
 from .features import ImgSize, Subject, encoder_subject, pick_split, preprocessing_of
-from .featureset import Readout, full_precision
+from .featureset import Readout, class_numbers, full_precision
 from .protocols import Outcome, ProbeResult, Recipe, check_holdout, conclude, resolve_recipe, split, summarise
 from .rank import CollapsedError
 from .reading import Layers, Reader, View, check_readouts, frozen, open_feed, read, resolve_layers, undisturbed
@@ -112,13 +112,12 @@ def probe_online(
     def reader(images: Tensor) -> dict[Any, Tensor]:
         return {(name, column): x for name, read in readers.items() for column, x in read(images).items()}
 
-    labels = [torch.from_numpy(feed.source.labels) for feed in feeds]
-    truth = [labels[i][rows[i]] for i in range(2)]
-    check_holdout(holdout, truth[0])
-    classes = int(max(part.max() for part in truth)) + 1
+    labels, classes = class_numbers(*(torch.from_numpy(feed.source.labels) for feed in feeds))
+    learnt = labels[0][rows[0]]
+    check_holdout(holdout, learnt)
     settings = [(lr, wd) for lr in recipe.learning_rates for wd in recipe.weight_decays]
     choosing = len(keys) * len(settings) > 1
-    kept, held = split(truth[0], holdout, view.seed) if choosing else (rows[0], rows[0][:0])
+    kept, held = split(learnt, holdout, view.seed) if choosing else (rows[0], rows[0][:0])
     used = torch.zeros(len(labels[0]), dtype=torch.bool)
     used[rows[0][kept] if choosing else rows[0]] = True
 
@@ -130,8 +129,8 @@ def probe_online(
             everyone.step(x, y, factor)
             if some is not None:
                 some.step([part[keep] for part in x], y[keep], factor)
-        held_scores = None if some is None else _score(some, feeds[0], reader, keys, rows[0][held], view)
-        test_scores = _score(everyone, feeds[1], reader, keys, rows[1], view)
+        held_scores = None if some is None else _score(some, feeds[0], labels[0], reader, keys, rows[0][held], view)
+        test_scores = _score(everyone, feeds[1], labels[1], reader, keys, rows[1], view)
     shared = {"protocol": "mae", "epochs": recipe.epochs, "batch_size": recipe.batch_size, "seed": view.seed}
     shared |= {"holdout": holdout if choosing else 0.0, "n_train": len(rows[0])}
     return {name: _conclude(name, keys, settings, held_scores, test_scores, shared) for name in subjects}
@@ -196,9 +195,10 @@ def _widths(read: Sequence[tuple[dict[Any, Tensor], Tensor]], keys: Sequence[Key
     return [int(width) for width in sum_over_processes(torch.tensor(own, device=device)).tolist()]
 
 
-def _score(heads: LarsHeads, feed: Feed, reader: Reader, keys: Sequence[Key], rows: Tensor, view: View) -> Outcome:
+def _score(
+    heads: LarsHeads, feed: Feed, labels: Tensor, reader: Reader, keys: Sequence[Key], rows: Tensor, view: View
+) -> Outcome:
     """Every head on the centre views of some images."""
-    labels = torch.from_numpy(feed.source.labels)
     sums = torch.zeros(3, len(keys), len(heads.settings), dtype=torch.float64)
     count = 0
     for index, features in read(feed, reader, view, rows.split(view.batch_size)):

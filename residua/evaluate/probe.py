@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .adamw import fit_rows, row_width
-from .featureset import FeatureSet, Labelled, as_featureset, check_compatible, full_precision
+from .featureset import FeatureSet, Labelled, as_featureset, check_compatible, class_numbers, full_precision
 from .heads import fit_lbfgs, logits
 from .kernels import HALF_MAX
 from .protocols import (
@@ -88,8 +88,7 @@ def linear_probe(
     recipe = resolve_recipe(protocol, len(train), learning_rates, weight_decays, epochs, batch_size)
     device = torch.device(device) if device is not None else train.last.device
     device = torch.device("cpu") if device.type == "mps" else device  # which lacks float64
-    y, y_test = train.targets.to(device), test.targets.to(device)
-    classes = int(max(y.max(), y_test.max())) + 1
+    (y, y_test), classes = class_numbers(train.targets.to(device), test.targets.to(device))
     columns = [(readout, layer) for readout in train.readouts for layer in train.of(readout).layers]
     settings = [(lr, wd) for lr in recipe.learning_rates for wd in recipe.weight_decays]
 
@@ -183,7 +182,7 @@ def _prepare(
     x_test = torch.zeros(len(columns), len(test), width, device=device)
     for c, (readout, i) in enumerate(columns):
         dim = center[c].shape[1]
-        mean, std = _moments(center[c], device, f"layer {i}, read-out {readout}" if train.ids else "the training set")
+        mean, std = moments(center[c], device, f"layer {i}, read-out {readout}" if train.ids else "the training set")
         for v, whole in enumerate([center[c], *other[c]]):
             for start, part in _chunks(whole, device):
                 part = (part - mean) / std
@@ -202,7 +201,7 @@ def _chunks(x: Tensor, device: torch.device) -> Iterator[tuple[int, Tensor]]:
         yield start, x[start : start + _CHUNK].to(device, torch.float32)
 
 
-def _moments(x: Tensor, device: torch.device, what: str) -> tuple[Tensor, Tensor]:
+def moments(x: Tensor, device: torch.device, what: str) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each feature; infinite deviation where it is constant and says nothing."""
     mean = torch.zeros(x.shape[1], dtype=torch.float64, device=device)
     squares = torch.zeros_like(mean)

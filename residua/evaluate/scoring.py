@@ -54,7 +54,7 @@ def _best_columns(
 ) -> dict[int, tuple[str, int]]:
     """k -> the read-out and layer where held-out training images are told best; nothing where there is no choice."""
     columns = columns_of(train)
-    if len(columns) < 2 or train.targets.bincount().max() < 2:
+    if len(columns) < 2 or len(train.targets.unique()) == len(train):
         return {}
     least, most = HELD_OUT
     kept, held = split(train.targets, min(max(0.1, least / len(train)), most / len(train), 0.5), seed)

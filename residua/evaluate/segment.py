@@ -62,9 +62,10 @@ def segment(
     are left out. Pixels marked `ignore_index` count nowhere. What the model sees is scored, the central crop,
     at the resolution of the mask: patch labels are enlarged to it (nearest). There are as many clusters as
     classes occur in the masks used; those that the data names but the masks do not show are left out of the
-    mean, or with `count_absent` count 0. `layer` is a block index, negative from the end; `max_images` of the
-    split (test where there is one) are chosen by `seed`; `on_bad_image="skip"` leaves out those that cannot be read.
-    `intra`, `inter` and `threshold` are those of `spectral_embedding`.
+    mean, or with `count_absent` count 0. Which cluster is which class is told by the same masks that are scored, so
+    clusters that know nothing score above 0 too: see the baselines. `layer` is a block index, negative from the end;
+    `max_images` of the split (test where there is one) are chosen by `seed`; `on_bad_image="skip"` leaves out those
+    that cannot be read. `intra`, `inter` and `threshold` are those of `spectral_embedding`.
 
     >>> result = segment(model, "folder:images", masks="masks")
     >>> result.scores["model"].miou; rich.print(result.table()); result.save_picture("segments.png")

@@ -34,12 +34,13 @@ from .features import (
     read_features,
     resolve_layers,
     undisturbed,
+    with_test,
 )
 from .featureset import FeatureSet, Readout
 from .knn import check_votes
 from .online import Progress, probe_online
-from .probe import linear_probe
-from .protocols import PROTOCOLS, ProbeResult, Protocol, resolve_recipe, split
+from .probe import linear_probe, moments
+from .protocols import PROTOCOLS, ProbeResult, Protocol, resolve_recipe
 from .rank import CollapsedError
 from .reading import check_readouts
 from .report import MODEL, PIXELS, RANDOM, Report
@@ -58,7 +59,6 @@ from .scoring import (
 
 Open = Callable[[Source], Feed]
 E = TypeVar("E", ViT, Foreign)
-_TEST_SHARE = 0.2  # of the training images, where a labelled data set brings no test split
 
 
 def evaluate(
@@ -96,7 +96,7 @@ def evaluate(
 
     kNN and probe need labels of two classes or more; without, there are ranks and `neighbors` nearest
     neighbours to look at. Where labelled data has no test split, a fifth of the training images (stratified,
-    by `seed`) is the test set. No `k` exceeds the number of training images. One pass over the images serves
+    always the same) is the test set. No `k` exceeds the number of training images. One pass over the images serves
     the model and both baselines, all layers and all read-outs; with `cache`, a folder, a second evaluation needs none.
     `views` random views per training image are read for the cached probe only. The "mae" probe passes the images
     through the encoder again in every epoch, and tells `progress` epochs done and in all.
@@ -118,7 +118,7 @@ def evaluate(
     check_votes(k if knn else 1, temperature)
     model = accelerator.unwrap_model(model) if accelerator is not None else model
     device = accelerator.device if device is None and accelerator is not None else device
-    data = load(data) if isinstance(data, str) else data
+    data, note = with_test(load(data) if isinstance(data, str) else data)
     encoder = encoder_of(model)
     chosen, readouts = resolve_layers(layers, encoder.depth), check_readouts(readout)
     view = View(preprocessing_of(model, data.train, img_size), batch_size, seed=seed, bf16=bf16)
@@ -126,7 +126,7 @@ def evaluate(
     if probe is not None:
         resolve_recipe(probe, len(data.train), **options)  # type: ignore[arg-type]
     sources = {name: pick_split(data, name, limit, seed) for name in ("train", "test")}
-    _check_shots(shots, sources, seed)
+    _check_shots(shots, sources["train"])
     readers = {MODEL: encoder_subject(encoder, chosen, readouts)}
     results: dict[str, ProbeResult | None] = {}
     with frozen(model, device) as where:
@@ -141,7 +141,7 @@ def evaluate(
         seen = {}
         if geometry:
             seen = read(_some(sources["train"], seed), view=replace(view, views=LIDAR_VIEWS - 1))
-        subjects, labelled, note = test_set(subjects, seed)
+        labelled = has_classes(subjects[MODEL][0])
         if labelled and probe == "mae":
             results = _probe_online(readers, subjects, sources, view, open_with, options, progress)
     if labelled and probe is not None and probe != "mae":
@@ -172,17 +172,13 @@ def evaluate(
     return report
 
 
-def _check_shots(shots: Sequence[int], sources: dict[str, Source | None], seed: int) -> None:
-    """Whether every class has so many images to draw from, those less that `test_set` holds out."""
-    train, test = sources["train"], sources["test"]
+def _check_shots(shots: Sequence[int], train: Source | None) -> None:
+    """Whether every class has so many images to draw from."""
     if shots and min(shots) < 1:
         raise ValueError(f"few-shot kNN needs at least one image a class, got shots {list(shots)}")
     if not shots or train is None or train.labels is None or len(set(train.labels.tolist())) < 2:
         return
-    labels = torch.from_numpy(train.labels)
-    if test is None or test.labels is None:
-        labels = labels[split(labels, _TEST_SHARE, seed)[0]]
-    classes, sizes = labels.unique(return_counts=True)
+    classes, sizes = torch.from_numpy(train.labels).unique(return_counts=True)
     least, most = int(sizes.min()), max(shots)
     if most > least:
         which = int(classes[sizes.argmin()])
@@ -211,16 +207,9 @@ def untrained(encoder: E, seed: int = 0) -> E:
         return encoder_of(create_model(**config)).eval()
 
 
-def test_set(subjects: Subjects, seed: int) -> tuple[Subjects, bool, str]:
-    """The subjects with a test set each, whether there are labels, and where the test set came from."""
-    train, test = subjects[MODEL]
-    if train.labels is None or len(train.labels.unique()) < 2:
-        return subjects, False, "test split" if test else "none"
-    if test is not None and test.labels is not None:
-        return subjects, True, "test split"
-    kept, held = split(train.labels, _TEST_SHARE, seed)
-    parts: Subjects = {name: (own.subset(kept), own.subset(held)) for name, (own, _) in subjects.items()}
-    return parts, True, f"{_TEST_SHARE:.0%} of the training images"
+def has_classes(train: FeatureSet) -> bool:
+    """Whether there are labels to learn, of two classes or more."""
+    return train.labels is not None and len(train.labels.unique()) > 1
 
 
 def probe_features(subjects: Subjects, protocol: Protocol, options: dict[str, Any]) -> dict[str, ProbeResult | None]:
@@ -257,8 +246,8 @@ def _probe_online(
     source, other = sources["train"], sources["test"]
     assert test is not None
     assert source is not None
-    feed = open_with(source)
-    feeds = [feed, open_with(other) if other is not None and other.labels is not None else feed]
+    assert other is not None
+    feeds = [open_with(source), open_with(other)]
     rows = [part.index for part in (train, test) if part.index is not None]
     assert len(rows) == 2
     recipe = resolve_recipe("mae", len(train), **options)
@@ -271,10 +260,14 @@ def _probe_online(
 
 
 def _collapsed(features: FeatureSet) -> list[tuple[str, int]]:
-    """Columns in which all images have the same features."""
+    """Columns in which all images have the same features, as the probe sees it."""
 
     def alike(x: Tensor) -> bool:
-        return bool(((x - x[:1]).abs().amax(0) <= 1e-6 * x[0].abs()).all())
+        try:
+            moments(x, x.device, "")
+        except CollapsedError:
+            return True
+        return False
 
     return [(readout, i) for readout, i in columns_of(features) if alike(features.of(readout).layer(i))]
 

@@ -182,16 +182,16 @@ def prepare(
     config: Finetune,
     *,
     start: nn.Module | None = None,
-    load: Callable[[str, int], Splits] = lambda spec, seed: data.load(spec),
+    load: Callable[[str], Splits] = data.load,
     write: bool = True,
     progress: data.feed.Progress | None = None,
     given: Collection[str] = (),
 ) -> Classification:
     """Check and choose everything before anything is trained.
 
-    `start` is a network in memory instead of the setting `model`; `load` turns the source's name and the seed into
-    splits; without `write` there is no run folder. Where a run is resumed, `given` names settings that are meant even
-    if they have their default value.
+    `start` is a network in memory instead of the setting `model`; `load` turns the source's name into splits; without
+    `write` there is no run folder. Where a run is resumed, `given` names settings that are meant even if they have
+    their default value.
     """
     if config.machine.resume:
         config = resumed(config, given)
@@ -200,7 +200,7 @@ def prepare(
         begun = _begun(config)  # a run that goes on needs nothing of what it started from
         begin: Start = begun or (open_start(config.network.model, config.network.weights) if start is None else start)
         config = _with_source(config, given)
-    splits = in_turn(lambda: load(config.data.data, config.optim.seed))
+    splits = in_turn(lambda: load(config.data.data))
     with agreed():
         check_labels(splits)
         config = resolve(config, begin, splits.train, accelerator.device.type)

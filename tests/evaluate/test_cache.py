@@ -273,3 +273,9 @@ def test_hash_and_checksum_notice_every_change(vit: ViT) -> None:
         y[place] += 1
         assert checksum(y) != checksum(x)
     assert checksum(x.reshape(1, -1)) != checksum(x)
+
+
+def test_what_a_module_says_of_itself_counts_as_its_weights_do(vit: ViT, noise: Splits, tmp_path) -> None:
+    extract(vit, noise, cache=tmp_path)
+    vit.norm.eps = 0.5
+    same(extract(vit, noise, cache=tmp_path).test, extract(vit, noise).test)

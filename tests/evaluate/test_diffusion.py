@@ -13,6 +13,7 @@ from residua import cli
 from residua.data import DataError, Preprocessing, Splits, mixing, rng
 from residua.data.arrays import ArraySource
 from residua.evaluate.diffusion import NoisedReader, best, block_names, evaluate_diffusion, grid, grid_table
+from residua.evaluate.report import Report, Score
 from residua.nn.diffusion import VP, Flow
 from residua.train.checkpoint import write_checkpoint
 
@@ -170,3 +171,15 @@ def test_the_command_writes_tables_figure_and_json(tmp_path: Path, capsys: pytes
     assert "entropy rank" not in capsys.readouterr().out
     assert cli.main([*args, "--geometry"]) == 2
     assert "--geometry is not for diffusion models" in capsys.readouterr().err
+
+
+def test_of_several_k_the_test_images_choose_none() -> None:
+    report = Report("d", "t=0.1, t=0.2", [0, 1], (16, 16), 10, 10, "test split", 0)
+    for k, layer, level, value, chosen in (
+        (5, 0, "t=0.1", 30.0, True), (9, 0, "t=0.1", 20.0, False),
+        (5, 1, "t=0.2", 40.0, False), (9, 1, "t=0.2", 50.0, True),
+    ):  # fmt: skip
+        settings = {"k": k, "T": 0.07, "readout": level} | ({"chosen": True} if chosen else {})
+        report.scores.append(Score("kNN", "model", layer, value, "%", settings))
+    assert best(report, "kNN") == (0, "t=0.1")
+    assert list(grid_table(report, "kNN").columns[1].cells) == ["30.0 *", "nan"]

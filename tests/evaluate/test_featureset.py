@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from residua.evaluate import FeatureSet
+from residua.evaluate import FeatureSet, knn
+from residua.evaluate.featureset import class_numbers
 
 
 def two_layers() -> FeatureSet:
@@ -46,3 +47,14 @@ def test_read_outs_beside_each_other() -> None:
     assert torch.equal(f.subset(rows).of("cls").last, -f.last[rows])
     with pytest.raises(KeyError, match="read-out 'patches' was not extracted; there are tokens, cls"):
         f.of("patches")
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(4, 1), torch.zeros(3), torch.zeros(4, 2)])
+def test_there_is_one_label_for_each_row(labels: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="test: 4 rows of features but"):
+        knn((torch.eye(4), torch.arange(4)), (torch.eye(4), labels.long()), k=1)
+
+
+def test_class_numbers_have_no_gaps_and_keep_their_order() -> None:
+    (a, b), count = class_numbers(torch.tensor([10**15, 3, 3]), torch.tensor([7, 10**15]))
+    assert (a.tolist(), b.tolist(), count) == ([2, 0, 0], [1, 2], 3)

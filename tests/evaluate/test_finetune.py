@@ -64,13 +64,13 @@ def test_a_fifth_is_held_out_where_nothing_is_left_to_test_on() -> None:
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (50, 8, 8, 3), dtype=np.uint8)
     source = ArraySource("made up", "train", pixels, labels=np.arange(50) % 2, classes=["a", "b"])
-    splits = labelled(Splits("made up", source), seed=0)
+    splits = labelled(Splits("made up", source))
     assert splits.test is not None
     assert (len(splits.train), len(splits.test)) == (40, 10)
     assert origin(splits) == "20% of the training images, held out"
     ids = [{part.identify(i) for i in range(len(part))} for part in (splits.train, splits.test)]
     assert not ids[0] & ids[1]
-    assert origin(labelled(residua.data.load("digits"), 0)) == "test split"
+    assert origin(labelled(residua.data.load("digits"))) == "test split"
 
 
 # ---------------------------------------------------------------- in Python

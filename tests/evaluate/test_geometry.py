@@ -126,3 +126,10 @@ def test_wrong_inputs() -> None:
         silhouette((x, y), "manhattan")  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="layer 9"):
         layer_geometry(FeatureSet({0: torch.randn(5, 3)}), 9)
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+def test_what_features_that_know_nothing_have(classes: int) -> None:
+    data = torch.randn(1000, 64), torch.arange(1000) % classes
+    assert class_separation(data) == pytest.approx(classes / 1000, rel=0.3)
+    assert variance_ratio(data) == pytest.approx((classes - 1) / (1000 - classes), rel=0.3)

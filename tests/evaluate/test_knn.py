@@ -217,3 +217,29 @@ def test_wrong_inputs() -> None:
         knn((x, y - 1), test)
     with pytest.raises(TypeError, match="pair"):
         knn(x, test)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("classes_first_to_last", [True, False])
+def test_equally_similar_neighbours_are_not_all_of_one_class_where_images_are_sorted(
+    classes_first_to_last: bool,
+) -> None:
+    y = torch.arange(2000) // 1000
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+        told = torch.rand(2, 2000, generator=g) < 0.8
+        x, q = (torch.where(right, y, 1 - y)[:, None] * 2.0 - 1 for right in told)
+        order = torch.arange(2000) if classes_first_to_last else torch.arange(1999, -1, -1)
+        expected = 100 * float(told[1].float().mean())
+        assert float(knn((x[order], y[order]), (q, y), k=20)) == pytest.approx(expected)
+
+
+def test_labels_may_be_any_whole_numbers() -> None:
+    (x, y), (q, truth) = blobs(300, 0), blobs(100, 1)
+    far = 10**12 * y + 7, 10**12 * truth + 7
+    assert knn((x, far[0]), (q, far[1])) == knn((x, y), (q, truth))
+    assert few_shot_knn((x, far[0]), (q, far[1]), draws=2) == few_shot_knn((x, y), (q, truth), draws=2)
+    with pytest.raises(ValueError, match=r"class \d+7 has only|class 7 has only"):
+        few_shot_knn((x, far[0]), (q, far[1]), shots=100)
+    with pytest.raises(ValueError, match="train: labels must be whole numbers"):
+        knn((x, y / 2), (q, truth))
+    assert knn((x, y.double()), (q, truth)) == knn((x, y), (q, truth))

@@ -140,3 +140,13 @@ def test_what_cannot_be_probed_is_refused(vit: ViT, noise: Splits) -> None:
         vit.cls_token.fill_(math.nan)
     with pytest.raises(ValueError, match="NaN"):
         mae_probe(vit, noise, epochs=1)
+
+
+def test_classes_are_those_that_occur_whatever_their_labels(vit: ViT, noise: Splits) -> None:
+    found = []
+    for factor in (1, 40):
+        for part in (noise.train, noise.test):
+            part.labels = part.labels * factor
+        found.append(mae_probe(vit, noise, learning_rates=(10.0,), epochs=2))
+    assert found[0].accuracy == found[1].accuracy
+    assert math.isnan(found[1].top5)

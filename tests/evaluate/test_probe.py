@@ -249,3 +249,12 @@ def test_wrong_inputs() -> None:
         linear_probe((x, y), test, learning_rates=(0.0,))
     with pytest.raises(ValueError, match="negative"):
         linear_probe((x, y), test, weight_decays=(-1.0,))
+
+
+@pytest.mark.parametrize("protocol", ["lbfgs", "simple"])
+def test_classes_are_those_that_occur_whatever_their_labels(protocol: str) -> None:
+    (x, y), (q, truth) = overlapping_blobs(400, classes=3)
+    options = {"protocol": protocol, "epochs": None if protocol == "lbfgs" else 3}
+    found = [linear_probe((x, s * y), (q, s * truth), **options) for s in (1, 1000)]
+    assert found[0].accuracy == found[1].accuracy
+    assert all(math.isnan(result.top5) for result in found)  # five guesses among three classes are always right

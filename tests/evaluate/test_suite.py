@@ -20,10 +20,11 @@ from residua.evaluate import (
     spectrum,
 )
 from residua.evaluate.featureset import FeatureSet
+from residua.evaluate.finetune import labelled
 from residua.evaluate.geometry import UNITS
 from residua.evaluate.report import Report
 from residua.evaluate.scoring import add_knn
-from residua.evaluate.suite import untrained
+from residua.evaluate.suite import probe_features, untrained
 from residua.nn import MAE, ViT
 
 FAST = {"probe": None, "rank": False, "neighbors": 0}
@@ -146,9 +147,28 @@ def test_without_labels_there_are_ranks_and_neighbours(vit: ViT, noise: Splits) 
 
 
 def test_without_a_test_split_part_of_the_training_images_is_one(mae: MAE, digits: Splits) -> None:
-    report = evaluate(mae, Splits("digits", digits.train), limit=300, **FAST)
-    assert (report.n_train, report.n_test) == (240, 60)
+    report = evaluate(mae, Splits("digits", digits.train), limit=250, **FAST)
+    assert (report.n_train, report.n_test) == (250, 250)
     assert report.test == "20% of the training images"
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 3}, {"limit": 9}])
+def test_what_fine_tuning_learnt_from_is_never_the_test_set(vit: ViT, noise: Splits, options: dict) -> None:
+    alone = Splits("noise", noise.train)
+    report = evaluate(vit, alone, baselines=False, k=1, **FAST | {"neighbors": 2} | options)
+    learnt = labelled(alone).train
+    assert len(report.neighbor_ids) == report.n_test
+    assert not {learnt.identify(i) for i in range(len(learnt))} & set(report.neighbor_ids)
+
+
+def test_test_images_that_are_none_or_unlabelled_are_replaced(vit: ViT, noise: Splits) -> None:
+    assert noise.test is not None
+    nothing = noise.test.subset([])
+    noise.test.labels = None
+    for test in (nothing, noise.test):
+        report = evaluate(vit, Splits("noise", noise.train, test), probe="mae", epochs=1, baselines=False, k=1)
+        assert (report.n_train, report.n_test) == (40, 10)
+        assert report.test == "20% of the training images"
 
 
 def test_few_images_mean_few_neighbours_and_one_class_no_accuracy(mae: MAE, digits: Splits) -> None:
@@ -235,3 +255,13 @@ def test_held_out_training_images_choose_the_layer_of_knn() -> None:
     nearly = images(200, 0)  # one direction, though no two features are equal
     nearly.features[2] = torch.ones(200, 5) + 1e-7 * torch.randn(200, 5)
     assert {s.layer for s in scored(nearly, [2, 4, 7]).scores if s.settings.get("chosen")} == {4}
+
+
+def test_a_layer_that_all_but_collapsed_leaves_the_others_their_probe() -> None:
+    flat = torch.ones(400, 4)
+    flat[0] += 3e-6  # rounding
+    layers = {0: torch.randn(400, 4), 1: flat}
+    features = FeatureSet(layers, torch.arange(400) % 2, ids=[str(i) for i in range(400)])
+    result = probe_features({"model": (features, features)}, "lbfgs", {})["model"]
+    assert result is not None
+    assert list(result.by_layer) == [0]
