@@ -143,14 +143,14 @@ def _named(model: nn.Module, images: Tensor) -> dict[str, Any]:
 
 def block_of(step: Step, token: int | None = None) -> Block:
     """A step that knows its input, as a block; of one token alone where that is asked for."""
-    x, branch = _input(step), residual_branch(step)
+    x, branch, alpha = _input(step), residual_branch(step), float(step.alpha.detach())
     if token is not None:
         if x.ndim != 3:
             raise ValueError(f"token {token} was asked for, but {step.name} has a stream of shape {tuple(x.shape[1:])}")
         if not 0 <= token < x.shape[1]:
             raise ValueError(f"token {token} was asked for; there are {x.shape[1]}, 0 to {x.shape[1] - 1}")
-        return Block(step.name, _one_token(branch, x, token), x[:, token], float(step.alpha))
-    return Block(step.name, branch, x, float(step.alpha))
+        return Block(step.name, _one_token(branch, x, token), x[:, token], alpha)
+    return Block(step.name, branch, x, alpha)
 
 
 def _one_token(branch: Callable[[Tensor], Tensor], x: Tensor, token: int) -> Callable[[Tensor], Tensor]:

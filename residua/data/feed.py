@@ -105,6 +105,15 @@ class Feed:
             index = numbers[row]
         return Batch(self._pixels[row], self._sizes[row], index)
 
+    def decoding_seconds(self, index: Tensor) -> float:
+        """About how long decoding these images (B,) takes the workers, from 32 of them; 0 of a resident feed."""
+        if self.resident:
+            return 0.0
+        some = index[:32].tolist()
+        start = time.perf_counter()
+        self._decoder._decode(some)
+        return (time.perf_counter() - start) * len(index) / len(some) / max(1, self.workers)
+
     def close(self) -> None:
         """End the workers and let go of the images."""
         if not self.resident:

@@ -135,7 +135,8 @@ class Decoder(nn.Module):
         """The decoder's stream before its first block, (B, 1 + N, D)."""
         b, n = encoded.mask.shape
         if self.kind == "ushape":
-            x = self.embed(self.pos_embed + F.pad(self.token, (0, 0, 0, n)))
+            # [0]: without it the token's gradient is a view of all positions', which several processes warn of
+            x = self.embed(self.pos_embed + F.pad(self.token[0], (0, 0, 0, n)))
             return x.to(stream_dtype(x)).expand(b, -1, -1)
         x = restore(self.embed(encoded.latent), self.token[0, 0], encoded.ids_keep, n) + self.pos_embed
         return x.to(stream_dtype(x))
@@ -198,6 +199,8 @@ class MAE(nn.Module):
             raise ValueError(f"mask_ratio {mask_ratio} of {n} patches hides none or all: choose one strictly between")
         self.skip_blocks = list(range(depth - 1, -1, -2))[: min(decoder_depth, (depth + 1) // 2)] if ushape else []
         patch_dim = self.patch_size[0] * self.patch_size[1] * in_chans
+        if norm_pix and patch_dim == 1:
+            raise ValueError("a patch of one value has no variance to normalise: use larger patches or norm_pix=False")
         self.decoder = Decoder(
             decoder, grid, embed_dim, patch_dim, decoder_embed_dim, decoder_depth, decoder_num_heads,
             len(self.skip_blocks), mlp_ratio, norm_eps, zero_init,

@@ -84,7 +84,7 @@ class UniformNet(nn.Module):
     def _block(self, i: int) -> UniformBlock:
         middle = self.depth // 2 if self.kind == "resconv_down" else self.depth
         inputs, outputs = (self.width * (2 if late else 1) for late in (i > middle, i >= middle))
-        alpha = float(self.shortcut.alpha[i])
+        alpha = float(self.shortcut.alpha[i].detach())
         scale = max(self.depth**-0.5, (1 - alpha**2) ** 0.5)
         return UniformBlock(self.kind, inputs, outputs, 2 if i == middle else 1, scale, self.norm)
 

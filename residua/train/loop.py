@@ -288,7 +288,7 @@ class Loop:
         if self.settings.clip is not None:
             record["grad_norm"] = float(norm)
         if self.shortcut is not None:
-            record["alpha_last"] = float(self.shortcut.alpha[-1])
+            record["alpha_last"] = float(self.shortcut.alpha[-1].detach())
         if self.peak and self.settings.flops_per_image:
             record["mfu"] = rate * self.settings.flops_per_image / (self.peak * self.accelerator.num_processes)
         if self.feed.skipped:

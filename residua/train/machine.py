@@ -41,10 +41,14 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def training_flops(model: nn.Module, *inputs: Tensor) -> float:
-    """Matrix-product operations of one image, forward and backward, counted on the CPU."""
+    """Matrix-product operations of one image, forward and backward, counted on the CPU.
+
+    Attention is computed by its formula: of fused kernels, torch counts what they compute twice, or nothing at all.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode(display=False) as counter:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         _first_output(model, inputs).backward()
     model.zero_grad(set_to_none=True)
     return float(counter.get_total_flops())

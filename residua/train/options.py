@@ -320,13 +320,18 @@ def machine_choices(machine: MachineConfig, device: str, steps: int) -> dict[str
     }
 
 
+def steps_of(epochs: float, images: int, batch: int) -> int:
+    """Whole steps that so many epochs take; what is one too many by rounding alone is none: 1.1 * 100 > 110."""
+    return max(1, math.ceil(round(epochs * images / batch, 6)))
+
+
 def auto_steps(optim: OptimConfig, images: int, batch: int, budget: int, least: int, most: int, fewest: int = 1) -> int:
     """Steps as asked for; else so many that about `budget` images are seen, in `least` to `most` epochs, but no fewer
     than `fewest`, however few the images."""
     if optim.steps:
         return optim.steps
     if optim.epochs != "auto":
-        return math.ceil(optim.epochs * images / batch)
+        return steps_of(optim.epochs, images, batch)
     return max(fewest, math.ceil(min(most, max(least, round(budget / images))) * images / batch))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 Step = Callable[..., tuple[Tensor, Tensor]]
 
-_WARM_UP = 3  # ordinary calls before recording: compilation, optimiser state, libraries' workspaces
+WARM_UP = 3  # ordinary calls before recording: compilation, optimiser state, libraries' workspaces
 
 
 class Recorded:
@@ -34,7 +34,7 @@ class Recorded:
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         self.calls += 1
-        if self.calls <= _WARM_UP or self.failed:
+        if self.calls <= WARM_UP or self.failed:
             return self._ordinary(inputs)
         if self.graph is None:
             try:

@@ -26,8 +26,9 @@ from residua.lock import claim, held, release
 from residua.train.loop import Hooks, Loop, Objective
 from residua.train.machine import activation_bytes, count_parameters, device_name, environment
 from residua.train.optim import Groups, Settings
-from residua.train.options import Config, MachineConfig, check_place
+from residua.train.options import Config, MachineConfig, check_place, steps_of
 from residua.train.processes import PATIENCE, agreed
+from residua.train.recorded import WARM_UP
 
 C = TypeVar("C", bound=Config)
 M = TypeVar("M", bound=nn.Module)
@@ -136,20 +137,28 @@ def _begin(session: Session[Any, Any], run: Path, loop: Loop) -> None:
 
 
 def estimate(session: Session[Any, Any], steps: int = 3) -> dict[str, float]:
-    """Memory in GiB and time in seconds of a whole run, from a few real steps on throw-away weights."""
+    """Memory in GiB and time in seconds of a whole run, from a few real steps on throw-away weights.
+
+    Images that are streamed have to be decoded: beside the computing on a GPU, instead of it on a CPU.
+    """
     model, device = session.model, session.accelerator.device
     micro = min(session.machine.micro_batch or session.settings.batch_size, session.settings.batch_size)
-    weights = 16 * count_parameters(model)  # float32 weight, gradient and two moments
+    moments, averages = 1 if session.settings.optimizer == "sgd" else 2, 1 if session.settings.ema else 0
+    weights = 4 * (2 + moments + averages) * count_parameters(model)  # float32; the two are weight and gradient
     half = 0.5 if session.settings.precision == "bf16" else 1.0
     kept = half * micro * activation_bytes(model, *session.example())
     loop = session.loop()
+    if loop.recorded is not None:
+        steps += WARM_UP  # only then are they replayed, as most steps of a run are
     times = []
     for images in loop.batches(0, steps):
         start = time.perf_counter()
         float(loop.advance(images)[0])
         times.append(time.perf_counter() - start)
     memory = float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else weights + kept
-    return {"memory_gib": memory / 2**30, "seconds": min(times) * session.settings.steps}
+    parts = min(times), session.feed.decoding_seconds(loop.order.indices(steps))
+    beside = device.type != "cpu" and session.feed.workers > 0
+    return {"memory_gib": memory / 2**30, "seconds": (max if beside else sum)(parts) * session.settings.steps}
 
 
 # ---------------------------------------------------------------- the parts of getting ready
@@ -306,7 +315,7 @@ def resumed(given: C, names: Collection[str] = ()) -> C:
     came_to = {
         "steps": lambda steps: steps or before["steps"],
         "batch_size": lambda batch: min(batch, images),
-        "epochs": lambda epochs: math.ceil(epochs * images / before["batch_size"]) * before["batch_size"] / images,
+        "epochs": lambda epochs: steps_of(epochs, images, before["batch_size"]) * before["batch_size"] / images,
     }
     for name, value in now.items():
         left_out = name not in names and value == fresh[name]

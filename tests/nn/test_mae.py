@@ -106,6 +106,13 @@ def test_a_ratio_that_hides_none_or_all_is_refused(ratio: float) -> None:
         build(mask_ratio=ratio)
 
 
+def test_the_variance_of_one_value_is_refused() -> None:
+    with pytest.raises(ValueError, match="one value has no variance"):
+        build(img_size=4, patch_size=1, in_chans=1)
+    loss = build(img_size=4, patch_size=1, in_chans=1, norm_pix=False)(torch.randn(2, 1, 4, 4))[0]
+    assert loss.isfinite()
+
+
 def test_restore_puts_tokens_back_in_image_order() -> None:
     visible, ids_keep = torch.randn(2, 4, 8), torch.tensor([[3, 0, 5], [1, 2, 4]])
     token = torch.randn(8)
@@ -273,6 +280,14 @@ def test_every_parameter_learns(decoder: Any) -> None:
     model(torch.randn(4, 3, 16, 16))[0].backward()
     unused = [name for name, p in model.named_parameters() if p.grad is None or not (p.grad != 0).any()]
     assert unused == []
+
+
+@pytest.mark.parametrize("decoder", ["ushape", "plain"])
+def test_gradients_lie_in_memory_as_their_parameters(decoder: Any) -> None:
+    """Several processes share gradients in place, and warn of others."""
+    model = shaken(build(decoder=decoder))
+    model(torch.randn(4, 3, 16, 16))[0].backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or p.grad.stride() != p.stride()] == []
 
 
 @pytest.mark.parametrize("options", [{"alpha_eff": 0.2}, {"decoder": "plain", "norm_pix": False}])

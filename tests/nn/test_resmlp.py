@@ -124,6 +124,15 @@ def test_recomputing_blocks_changes_no_gradient() -> None:
         build("resmlp", norm=True).set_grad_checkpointing()
 
 
+@pytest.mark.filterwarnings("error:Converting a tensor")
+def test_learned_alphas_are_built_without_a_warning() -> None:
+    torch.set_warn_always(True)
+    try:
+        assert build("resmlp", schedule="learned").shortcut.alpha.requires_grad
+    finally:
+        torch.set_warn_always(False)
+
+
 def test_mistakes_are_explained() -> None:
     with pytest.raises(ValueError, match="depth 0"):
         build("resmlp", depth=0)

@@ -253,6 +253,49 @@ def test_dino_encoders_load_and_their_heads_are_dropped(tmp_path: Path, prefix: 
     assert torch.equal(start.encoder.blocks[1].mlp.fc2.weight, encoder["blocks.1.mlp.fc2.weight"])
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_names_of_compiled_models_are_read(tmp_path: Path, prefix: str, suffix: str) -> None:
+    from safetensors.torch import save_file
+
+    from residua.adapt.names import read_weights
+
+    encoder = published(decoder=False)
+    state, path = {f"{prefix}{name}": value for name, value in encoder.items()}, tmp_path / f"vit.{suffix}"
+    save_file(state, path) if suffix == "safetensors" else torch.save({"model": state}, path)
+    model: Any = residua.load(path)
+    assert torch.equal(model.blocks[1].mlp.fc2.weight, encoder["blocks.1.mlp.fc2.weight"])
+    assert set(read_weights(path)) == set(encoder)
+    inner = {name.replace("blocks.", "blocks._orig_mod."): value for name, value in encoder.items()}
+    assert set(translate(inner)) == {f"encoder.{name}" for name in encoder}
+
+
+@torch.no_grad()
+def test_a_classifier_that_norms_what_it_pools_brings_its_encoder(tmp_path: Path) -> None:
+    """As MAE's fine-tuned ones do, whose encoders end without a norm."""
+    import timm
+
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 1}
+    twin = timm.create_model("vit_tiny_patch16_224", global_pool="avg", num_classes=5, **sizes).eval()
+    torch.save({"model": twin.state_dict()}, tmp_path / "finetuned.pth")
+    model: Any = residua.load(tmp_path / "finetuned.pth")
+    images = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(model(images), twin.forward_features(images), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("token", "said"), [({"reg_tokens": 4}, "cls_token, reg_token"), ({"class_token": False}, "no token")]
+)
+def test_other_tokens_than_a_class_token_are_named(tmp_path: Path, token: dict[str, Any], said: str) -> None:
+    import timm
+
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 1}
+    twin = timm.create_model("vit_tiny_patch16_224", num_classes=0, global_pool="avg", **sizes, **token)
+    torch.save(twin.state_dict(), tmp_path / "vit.pth")
+    with pytest.raises(CheckpointError, match=f"these weights have {said}, where"):
+        residua.load(tmp_path / "vit.pth")
+
+
 def test_of_dinos_two_networks_the_teacher_is_read(tmp_path: Path) -> None:
     teacher, below_teacher = dino("backbone.")
     _, below_student = dino("module.backbone.")

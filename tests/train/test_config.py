@@ -12,7 +12,7 @@ from residua.train import diffuse_config
 from residua.train.config import Pretrain, build_model, resolve
 from residua.train.diffuse_config import Diffuse
 from residua.train.finetune_config import Finetune
-from residua.train.options import auto_alpha, check_place, trained_on
+from residua.train.options import auto_alpha, check_place, steps_of, trained_on
 
 
 def chosen(device: str = "cpu", n: int = 1000, size: int = 32, **settings: Any) -> dict[str, Any]:
@@ -123,6 +123,11 @@ def test_a_few_images_are_trained_on_for_as_long_as_it_takes(device: str, steps:
     few = data.load("shapes?n=45&size=32").train
     assert diffuse_config.resolve(Diffuse(), few, device).optim.steps == steps
     assert diffuse_config.resolve(Diffuse().override(epochs=60.0), few, device).optim.steps == 60
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1.1, 11), (2.2, 22), (1.11, 12), (1e-9, 1)])
+def test_epochs_are_no_step_longer_by_rounding(epochs: float, steps: int) -> None:
+    assert steps_of(epochs, images=100, batch=10) == steps  # 1.1 * 100 > 110
 
 
 @pytest.mark.parametrize(

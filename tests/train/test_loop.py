@@ -65,6 +65,17 @@ def test_alphas_move_while_training(finished: Path) -> None:
         assert last[step] == pytest.approx(1 - 0.3 * strength, rel=1e-6)
 
 
+@pytest.mark.filterwarnings("error:Converting a tensor")
+def test_learned_alphas_are_recorded_without_a_warning() -> None:
+    records: list[dict[str, Any]] = []
+    torch.set_warn_always(True)
+    try:
+        after = trained(Hooks(on_record=records.append), schedule="learned", alpha_min=1.0, anneal=0.0, steps=2)
+    finally:
+        torch.set_warn_always(False)
+    assert records[-1]["alpha_last"] == float(after["encoder.shortcut.alpha"][-1]) != 1.0
+
+
 def test_a_step_is_adamw_on_the_mean_loss() -> None:
     """Two steps against torch's plain AdamW, written out."""
     session = prepare(small(steps=2, ema=None, clip=None, anneal=0.0, weight_decay=0.1))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from residua.nn.vit import Attention
 from residua.train import machine
 
 
@@ -26,6 +27,22 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     forward, weight_gradient = 2 * 12 * 5, 2 * 12 * 5  # the input needs no gradient
     assert machine.training_flops(toy, torch.randn(7, 12), torch.randn(7, 1)) == forward + weight_gradient
     assert toy.layer.weight.grad is None
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention(16, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.attn(tokens).square().sum()
+
+
+def test_attention_counts_as_its_products() -> None:
+    t, d = 6, 16
+    qkv, proj = 2 * (2 * t * d * 3 * d), 3 * (2 * t * d * d)  # the input needs no gradient
+    products = 3 * 2 * (2 * t * t * d)  # queries and keys, weights and values; backward is twice the work
+    assert machine.training_flops(Attending(), torch.randn(1, t, d)) == qkv + proj + products
 
 
 def test_activation_bytes_are_input_and_product() -> None:

@@ -6,22 +6,35 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from drive import STAGES, STEPS, differences, kill_at_random, pretrain, small, start, train, train_rank
+from drive import (
+    STAGES,
+    STEPS,
+    differences,
+    kill_at_random,
+    pretrain,
+    small,
+    small_classifier,
+    start,
+    train,
+    train_rank,
+)
 from torch import Tensor
 
 import residua
 from residua.data import Batch
 from residua.lock import held, release
 from residua.nn import MAE
-from residua.train import Hooks, Pretrain, Session, estimate, fit, prepare, read_metrics
+from residua.train import Hooks, Pretrain, Session, classify, estimate, fit, prepare, read_metrics
 from residua.train.checkpoint import CheckpointError, checkpoints
 from residua.train.pretrain import Reconstruction
+from residua.train.recorded import WARM_UP
 from residua.train.session import LOCK, hours
 
 
@@ -390,6 +403,44 @@ def test_the_estimate_grows_with_the_batch() -> None:
 
     assert memory(batch_size=4) < memory(batch_size=32)
     assert memory(batch_size=32, micro_batch=4) == memory(batch_size=4)
+
+
+def test_the_estimate_has_what_is_kept_for_every_weight() -> None:
+    def bytes_of(session: Session) -> int:
+        return round(estimate(session, steps=1)["memory_gib"] * 2**30)
+
+    session = prepare(small())
+    parameters = sum(p.numel() for p in session.model.parameters())
+    assert bytes_of(session) - bytes_of(prepare(small(ema=None))) == 4 * parameters
+    sgd, adamw = (classify.prepare(small_classifier("resmlp", depth=2, optimizer=name)) for name in ("sgd", "adamw"))
+    parameters = sum(p.numel() for p in sgd.model.parameters())
+    assert bytes_of(adamw) - bytes_of(sgd) == 4 * parameters
+
+
+def test_the_estimate_counts_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = prepare(small(resident=False, workers=0))
+    read = session.feed.source.read
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.005)
+        return read(*args)
+
+    monkeypatch.setattr(session.feed.source, "read", slow)
+    assert estimate(session, steps=1)["seconds"] > STEPS * 16 * 0.005
+
+
+def test_the_estimate_is_of_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = prepare(small())
+    loop, calls = session.loop(), list[Any]()
+
+    def recorded(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(inputs)
+        time.sleep(0.02 if len(calls) <= WARM_UP else 0.0)
+        return torch.zeros(()), torch.zeros(())
+
+    loop.recorded = recorded  # type: ignore[assignment]
+    monkeypatch.setattr(session, "loop", lambda: loop)
+    assert estimate(session)["seconds"] < STEPS * 0.02
 
 
 def test_fit_closes_what_it_opened(tmp_path: Path) -> None:
