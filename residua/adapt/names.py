@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from residua.data import Preprocessing
-from residua.nn.weights import unwrap
+from residua.nn.weights import unprefixed, unwrap
 
 from .folder import assumed, config_of, from_processor, from_timm, preprocessing_in, set_norms
 
@@ -68,12 +68,12 @@ def open_model(
     model = openers[library](_library(library, name), inner, published, **options)
     if file is not None:
         _load(model, file, name)
-    set_norms(model, _written(library, inner, model))
+    set_norms(model, written(library, inner, model))
     setattr(model, SOURCE, {"name": name, **options})
     return model.eval()
 
 
-def _written(library: str, name: str, model: Any) -> dict[str, Any]:
+def written(library: str, name: str, model: Any = None) -> dict[str, Any]:
     """The `config.json` that a model of timm or transformers was opened by; empty where there is none."""
     if library == "transformers":
         return model.config.to_dict()
@@ -287,14 +287,14 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     """A state dict from safetensors, or from a PyTorch file without running code in it."""
     try:
         if file.suffix == ".safetensors":
-            return load_file(file)
+            return unprefixed(load_file(file))
         with torch.serialization.safe_globals([argparse.Namespace]):  # the settings that training files keep beside
             content = unwrap(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:
         raise ValueError(f"{file} cannot be read as weights: {_why_unreadable(error)}") from error
     if not isinstance(content, dict) or not all(isinstance(x, Tensor) for x in content.values()):
         raise ValueError(f"{file} holds no state dict of tensors")
-    return {str(key).removeprefix("module."): x for key, x in content.items()}
+    return unprefixed(content)
 
 
 def _why_unreadable(error: Exception) -> str:

@@ -110,9 +110,7 @@ def finetune(
     if not write:
         config = config.override(trackers=())
     given = data if isinstance(data, Splits) else None
-    session = prepare(
-        config, start=start, load=lambda spec: labelled(given or load(spec)), write=write, given=settings
-    )
+    session = prepare(config, start=start, load=lambda spec: labelled(given or load(spec)), write=write, given=settings)
     return train_and_test(session, Hooks(on_record=on_record, on_message=on_message))
 
 

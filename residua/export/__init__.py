@@ -13,12 +13,14 @@ import importlib.util
 import inspect
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from residua.adapt import is_name, is_own
@@ -122,11 +124,10 @@ def export(
         raise ExportError(f"{place} is a run, which an export would overwrite: choose another --out")
     network: Any = copy.deepcopy(model).cpu().float().eval() if isinstance(model, nn.Module) else load(model, ema=ema)
     images, source = real_images(run, stock.preprocessing_of(network))
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=place.parent) as home:
+    notes = () if to == "safetensors" else stock.unprepared(network)
+    with _writing(place), tempfile.TemporaryDirectory(prefix=".unfinished-", dir=place.parent) as home:
         draft = Path(home) / "export"
         draft.mkdir()
-        notes = () if to == "safetensors" else stock.unprepared(network)
         if to == "hub":
             exports, more = _hub(network, run, draft, place, images, source, license, name, ema)
             notes += more
@@ -135,6 +136,16 @@ def export(
         rounding = _rounding(network, images)
         _move(draft, place)
     return Result(place, source, exports, notes, rounding)
+
+
+@contextmanager
+def _writing(place: Path) -> Iterator[None]:
+    """A folder for `place` to lie in; a full or read-only disk becomes a sentence."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ExportError(f"cannot write to {place}: {error}. Free some space or choose another --out") from error
 
 
 def default_out(run: Path | None, to: str) -> Path:

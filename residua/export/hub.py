@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from torch import nn
 
@@ -20,7 +21,7 @@ from residua.nn.stream import residual_part
 from residua.train.checkpoint import description, save_model
 from residua.train.config import PretrainMachine
 from residua.train.diffuse_config import DiffuseMachine
-from residua.train.options import read_flat
+from residua.train.options import read_flat, run_of
 
 ORCHESTRATION = {f.name for kind in (PretrainMachine, DiffuseMachine) for f in fields(kind)} - {"precision"}
 """Settings that a card has no use for."""
@@ -128,6 +129,8 @@ def _shortcuts(model: nn.Module) -> str:
     else:
         depth, per = shortcut.depth, shortcut.sublayers
         what = f"alpha from 1 to alpha_min = {decay.target(depth, per):.4g}, {decay.schedule} over the depth"
+        if not torch.allclose(shortcut.alpha, decay.alphas(depth, per).to(shortcut.alpha)):
+            what += f", on the way to which annealing had come to {float(shortcut.alpha.min()):.4g}"
     return f"Its shortcuts are `x <- alpha * x + f(x)`: {what}; alpha_eff = {eff:.3g} of the input is left at the end."
 
 
@@ -151,8 +154,8 @@ def _scores(run: Path | None) -> list[str]:
 
 
 def _settings(run: Path | None) -> dict[str, Any]:
-    file = None if run is None else run / "config.yaml"
-    return read_flat(file) if file is not None and file.exists() else {}
+    home = None if run is None else run_of(run)
+    return {} if home is None else read_flat(home / "config.yaml")
 
 
 def _short(value: Any) -> Any:

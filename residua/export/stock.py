@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from residua.adapt.encoder import TimmViT
 from residua.adapt.folder import CROP, CROP_MODE, EACH, FINAL_NORM
+from residua.adapt.names import written
 from residua.data import Preprocessing
 from residua.data.augment import uncropped
 from residua.export.clean import Export
@@ -42,6 +43,8 @@ def to_timm(model: nn.Module, out: Path, images: Tensor, where: str) -> Export:
     state, (architecture, args) = dict(folded.state), _timm_model(encoder)
     distilled = isinstance(encoder, TimmViT) and "dist_token" in encoder.tokens  # whose pooling is its own
     pool = _POOLS["cls" if distilled else "tokens"]
+    if classifier is not None and isinstance(encoder, TimmViT):
+        _readable(classifier, encoder, architecture)
     if classifier is None:  # model(images) is then the mean of all tokens, the default read-out
         args |= {"num_classes": 0, "fc_norm": False, "final_norm": not isinstance(encoder.norm, nn.Identity), **pool}
     else:
@@ -77,15 +80,19 @@ def to_timm(model: nn.Module, out: Path, images: Tensor, where: str) -> Export:
     if apart > CLOSE:
         config[EACH] = folded.exact
     _write(out, state, config)
-    stock_eps = encoder.norm_eps if isinstance(encoder, TimmViT) else TIMM_EPS
+    told_once = "layer_norm_eps" in _folder(encoder)  # an export of ours, whose eps timm does not know
+    stock_eps = encoder.norm_eps if isinstance(encoder, TimmViT) and not told_once else TIMM_EPS
     told = f", norm_layer=lambda *a, **k: torch.nn.LayerNorm(*a, eps={folded.eps:.3g}, **k)"
     eps = "" if folded.eps == stock_eps or apart > CLOSE else told
     loading = f"import timm, torch\nmodel = timm.create_model({where}, pretrained=True{eps}).eval()"
-    eps_notes = _eps_notes(folded, stock_eps) if eps else ()
+    more_notes = _eps_notes(folded, stock_eps) if eps else ()
     if apart > CLOSE:
         last = "norm" if classifier is None else "fc_norm"
         norms = f"[n for b in model.blocks for n in (b.norm1, b.norm2)] + [model.{last}]"
-        loading, eps_notes = f"{loading}\n{_each_eps(norms, folded)}", _each_note(folded, apart)
+        loading, more_notes = f"{loading}\n{_each_eps(norms, folded)}", _each_note(folded, apart)
+    if pre.img_size[0] != pre.img_size[1] and pre.crop_mode == "center" and pre.interpolation != "bilinear":
+        more_notes += (f"timm's transform resizes by bilinear interpolation where inputs are not square, whatever its "
+                       f"configuration says: this model's images were resized by {pre.interpolation}",)  # fmt: skip
     libraries = ("timm", "torch")
     if classifier is not None:
         wanted = {"logits": ("logits", classifier(images))}
@@ -94,7 +101,7 @@ def to_timm(model: nn.Module, out: Path, images: Tensor, where: str) -> Export:
         notes: tuple[str, ...] = (
             () if left == 1 else (f"forward_features comes divided by alpha_eff = {left:.3g}; logits do not",)
         )
-        notes += eps_notes
+        notes += more_notes
         return Export("timm", out, _files(out), loading, computing, {"images": images}, wanted, libraries, notes)
     tokens = encoder(images)
     wanted = {"tokens": ("tokens", tokens)}
@@ -102,16 +109,33 @@ def to_timm(model: nn.Module, out: Path, images: Tensor, where: str) -> Export:
     if not distilled:
         wanted["mean of tokens"] = ("model(images)", tokens.mean(1))
         computing += "  # model(images) is their mean"
-    return Export("timm", out, _files(out), loading, computing, {"images": images}, wanted, libraries, eps_notes)
+    return Export("timm", out, _files(out), loading, computing, {"images": images}, wanted, libraries, more_notes)
+
+
+def _readable(classifier: Classifier, encoder: TimmViT, architecture: str) -> None:
+    """ExportError for a head that timm's network of that name has no place for."""
+    reason = None
+    if "dist_token" in encoder.tokens:
+        reason = "has two heads and no norm before them"
+    elif classifier.readout == "cls" and "cls_token" not in encoder.tokens:
+        reason = "has no class token to read"
+    if reason:
+        raise ExportError(f"timm's {architecture} {reason}: --to onnx, torch-export or safetensors")
 
 
 def _timm_model(encoder: ViT) -> tuple[str, dict[str, Any]]:
     """The name of an architecture of timm, and the arguments that make it this one."""
     sizes = {"img_size": list(encoder.img_size), "patch_size": list(encoder.patch_size), "in_chans": encoder.in_chans}
     if isinstance(encoder, TimmViT):
-        return encoder.source["encoder"].removeprefix("timm:").partition(".")[0], sizes
+        name, folder = encoder.source["encoder"].removeprefix("timm:"), _folder(encoder)
+        return folder.get("architecture", name).partition(".")[0], folder.get("model_args", {}) | sizes
     own = {"embed_dim": encoder.embed_dim, "depth": encoder.depth, "num_heads": encoder.num_heads}
     return _TIMM.get(encoder.embed_dim, "vit_base_patch16_224"), sizes | own | {"mlp_ratio": encoder.mlp_ratio}
+
+
+def _folder(encoder: ViT) -> dict[str, Any]:
+    """What `config.json` says where an encoder of timm came from a folder, here or on the Hub; else nothing."""
+    return written("timm", encoder.source["encoder"].removeprefix("timm:")) if isinstance(encoder, TimmViT) else {}
 
 
 def _eps_notes(folded: Folded, stock_eps: float) -> tuple[str, ...]:

@@ -14,6 +14,8 @@ def pool(tokens: Tensor, readout: Readout, prefix: int = 1) -> Tensor:
     """Tokens (B, T, D) -> float32 features (B, D)."""
     match readout:
         case "cls":
+            if prefix == 0:
+                raise ValueError("there is no class token: read tokens or patches instead")
             return tokens[:, 0].float()
         case "patches":
             if tokens.shape[1] <= prefix:

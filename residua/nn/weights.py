@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 State = Mapping[str, Tensor]
 
-_HEADS = ("pooler.", "classifier.", "head.")  # what a classifier has on top of its encoder
+_HEADS = ("pooler.", "classifier.", "head.", "fc_norm.")  # what a classifier has on top of its encoder
 
 # transformers' names, as they are on disk and as they are in memory since version 5, to timm's
 _TRANSFORMERS = [
@@ -41,7 +41,7 @@ _DECODER = [
 
 # where files keep the weights; of DINO's two the teacher's
 _WRAPPED = ("model", "state_dict", "model_state_dict", "teacher", "student")
-_WRAPPER = r"^(?:module\.)?(?:backbone\.)?(?=\w)"  # of distributed training, and of DINO's encoder under its head
+_COMPILED = "_orig_mod."  # of torch.compile, around a model or a part of it
 
 _DIFFUSION = ("mid_block.attn.qkv.weight", "x_embedder.proj.weight")  # U-ViT and SiT, under whose names ours go
 
@@ -52,6 +52,11 @@ def unwrap(content: Any) -> Any:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             return unwrap(content[name])
     return content
+
+
+def unprefixed(state: State) -> dict[str, Tensor]:
+    """Weights without what distributed training and torch.compile put before their names."""
+    return {str(key).replace(_COMPILED, "").removeprefix("module."): value for key, value in state.items()}
 
 
 @contextmanager
@@ -66,8 +71,9 @@ def _named() -> Iterator[None]:
 @_named()
 def translate(state: State) -> dict[str, Tensor]:
     """Any known naming -> ours: `encoder.*`, and `decoder.*` where the file has a decoder."""
-    if any(key.startswith(("module.", "backbone.")) for key in state):
-        state = {re.sub(_WRAPPER, "", key): value for key, value in state.items()}
+    state = unprefixed(state)
+    if any(key.startswith("backbone.") for key in state):
+        state = {key.removeprefix("backbone."): value for key, value in state.items()}
     if any(key.startswith("encoder.blocks.") for key in state):
         return dict(state)
     if any(key in state for key in _DIFFUSION):
@@ -95,6 +101,12 @@ def infer_config(state: State, num_heads: int | None = None, img_size: tuple[int
     if "encoder.patch_embed.proj.weight" not in state or "encoder.in_blocks.0.norm1.weight" in state:
         return _diffusion_config(state, num_heads)
     width, channels, *patch = _convolution(state, "encoder.patch_embed.proj.weight")
+    tokens = [name for name in ("cls_token", "dist_token", "reg_token") if f"encoder.{name}" in state]
+    if tokens != ["cls_token"]:
+        raise ValueError(
+            f"beside patches these weights have {', '.join(tokens) or 'no token'}, where this model has a class token: "
+            "name timm's model, timm:NAME, and give this file as its weights"
+        )
     rows, columns = _grid(state["encoder.pos_embed"].shape[1] - 1, patch, img_size)
     config: dict[str, Any] = {
         "name": "vit",

@@ -178,12 +178,32 @@ def load(path: str | Path, *, ema: bool = True, weights: str | Path | None = Non
 
 def _published(file: Path, written: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights of other projects under our names, and the model that their shapes show."""
-    raw = read_state(file)
+    raw, act = read_state(file), written.get("hidden_act", "gelu")
+    if act != "gelu":
+        raise CheckpointError(
+            f"{file}: its activation is {act}, ours GELU; transformers:{file.parent} opens it as it is"
+        )
     try:
         state = translate(raw)
-        return state, infer_config(state, written.get("num_attention_heads"), img_size_in(written))
+        return state, infer_config(state, _heads(written), img_size_in(written))
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
+
+
+def _heads(written: dict[str, Any]) -> int | None:
+    """Attention heads, which shapes do not show: as config.json says, or timm of its architecture."""
+    options, name = written.get("model_args"), written.get("architecture")
+    found = options.get("num_heads") if isinstance(options, dict) else None
+    found = written.get("num_attention_heads") or found
+    if found is None and isinstance(name, str):
+        import timm  # slow to import
+
+        if not timm.is_model(name):
+            return None
+        with torch.device("meta"):
+            blocks: Any = getattr(timm.create_model(name), "blocks", None)
+        found = getattr(getattr(next(iter(blocks or ()), None), "attn", None), "num_heads", None)
+    return found
 
 
 def model_config(path: str | Path) -> dict[str, Any]:
@@ -334,7 +354,7 @@ def _beyond_shapes(written: dict[str, Any], known: dict[str, Any]) -> dict[str, 
     if written and known["name"] == "mae_vit":
         sizes |= {
             "decoder_num_heads": written.get("decoder_num_attention_heads", 16),
-            "mask_ratio": written.get("mask_ratio", 0.75),
+            "mask_ratio": written.get("mask_ratio") or 0.75,  # 0: to look at whole images
             "norm_pix": written.get("norm_pix_loss", False),
         }
     return sizes

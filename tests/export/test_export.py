@@ -15,6 +15,7 @@ import torch
 import yaml
 from helpers import apart, photo, small_vit
 from PIL import Image
+from safetensors import SafetensorError
 
 import residua
 from residua.cli import main
@@ -163,6 +164,33 @@ def test_cards_leave_out_all_that_changes_nothing() -> None:
     machines = [set(asdict(config.machine)) for config in (Pretrain(), Diffuse(), Finetune())]
     assert set.union(*machines) - hub.ORCHESTRATION == {"precision"}
     assert not hub.ORCHESTRATION & (Diffuse().settings().keys() - asdict(Diffuse().machine).keys())
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_card_of_a_checkpoint_knows_its_run_and_its_alphas(runs: Any, tmp_path: Path) -> None:
+    checkpoint = next((runs("ushape") / "checkpoints").iterdir())
+    card = (export(checkpoint, "hub", tmp_path / "last").out / "README.md").read_text()
+    assert "trained with Residua on `shapes?" in card
+    assert "alpha_min = 0.6, linear over the depth;" in card
+    model: Any = residua.load(checkpoint)
+    model.encoder.shortcut.set_strength(0.5)
+    card = (export(model, "hub", tmp_path / "half").out / "README.md").read_text()
+    assert "alpha_min = 0.6, linear over the depth, on the way to which annealing had come to 0.8;" in card
+
+
+@pytest.mark.parametrize("target", ["timm", "safetensors"])
+def test_a_full_disk_is_a_sentence(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("residua.export.stock.save_file", full)
+    monkeypatch.setattr("residua.train.checkpoint.save_file", full)
+    with pytest.raises(ExportError, match=r"cannot write to .*out: No space left on device\. Free some space"):
+        export(small_vit(), target, tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(ExportError, match=r"cannot write to .*out: .*choose another --out"):
+        export(small_vit(), target, tmp_path / "file" / "out")
 
 
 @pytest.mark.usefixtures("unchecked")

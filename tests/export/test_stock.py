@@ -17,7 +17,7 @@ from residua.data import Preprocessing
 from residua.export import ExportError, export, stock
 from residua.export.clean import Export, real_images
 from residua.export.fold import fold_vit, single_eps_difference
-from residua.nn import encoder_of
+from residua.nn import Classifier, encoder_of
 
 # ---------------------------------------------------------------- folded weights in stock libraries
 
@@ -159,6 +159,35 @@ def test_encoders_of_timm(name: str, final_norm: bool, tmp_path: Path) -> None:
         stock.to_transformers(encoder, tmp_path, images, "")
 
 
+@torch.no_grad()
+def test_an_encoder_from_a_folder_of_timm_goes_back_to_timm(tmp_path: Path) -> None:
+    """As the network of that folder, whose eps timm has to be told again."""
+    folders = [tmp_path / name for name in ("before it", "after it")]
+    images, config = torch.randn(2, 3, 16, 16), small_vit().config | {"final_norm": False}
+    model: Any = residua.create_model(**config).eval()
+    for folder in folders:
+        folder.mkdir()
+        written = stock.to_timm(model, folder, images, repr(f"local-dir:{folder}"))
+        assert apart(model(images), run_here(written, images)) < 1e-5
+        model = open_encoder(f"timm:local-dir:{folder}", weights="published", final_norm=False).eval()
+    args = [json.loads((folder / "config.json").read_text())["model_args"] for folder in folders]
+    assert args[0] == args[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "readout", "reason"),
+    [
+        ("deit_tiny_distilled_patch16_224", "cls", "two heads"),
+        ("deit_tiny_distilled_patch16_224", "patches", "two heads"),
+        ("test_vit2", "cls", "no class token"),
+    ],
+)
+def test_heads_that_a_network_of_timm_has_no_place_for(name: str, readout: Any, reason: str, tmp_path: Path) -> None:
+    encoder = open_encoder(f"timm:{name}", img_size=16, patch_size=8, final_norm=False)
+    with pytest.raises(ExportError, match=f"timm's {name} has {reason}.*: --to onnx"):
+        stock.to_timm(Classifier(encoder, 3, readout), tmp_path, torch.randn(2, 3, 16, 16), "")
+
+
 def test_models_of_other_libraries_stay_there(tmp_path: Path) -> None:
     import timm
 
@@ -257,3 +286,21 @@ def test_the_stretching_of_transformers_is_said(tmp_path: Path) -> None:
     assert any("stretches whole images to 16 x 24" in note and "0.9" in note for note in notes)
     loaded: Any = residua.load(f"transformers:{tmp_path / 'out'}")
     assert loaded.preprocessing == model.preprocessing
+
+
+@pytest.mark.parametrize(
+    ("width", "kind", "said"), [(24, "bicubic", True), (24, "bilinear", False), (16, "bicubic", False)]
+)
+@torch.no_grad()
+def test_the_interpolation_of_timm_is_said(width: int, kind: str, said: bool, tmp_path: Path) -> None:
+    import timm
+
+    model = small_vit((16, width))
+    model.preprocessing = Preprocessing((16, width), (0.5,) * 3, (0.5,) * 3, interpolation=kind)
+    where = f"local-dir:{tmp_path}"
+    written = stock.to_timm(model, tmp_path, torch.randn(2, 3, 16, width), repr(where))
+    assert any("bilinear" in note for note in written.notes) == said
+    config = timm.data.resolve_model_data_config(timm.create_model(where, pretrained=True))
+    theirs: Any = timm.data.create_transform(**config)
+    levels = 127.5 * float((theirs(photo()) - model.preprocessing(photo())).abs().max())
+    assert (levels > 3) == said

@@ -110,3 +110,8 @@ def test_dropping_goes_with_recomputing(vit: ViT) -> None:
 def test_there_is_no_mean_of_no_patches() -> None:
     with pytest.raises(ValueError, match="of 1 tokens 1 come before the patches"):
         pool(torch.randn(2, 1, 8), "patches", 1)
+
+
+def test_a_patch_is_not_taken_for_a_class_token() -> None:
+    with pytest.raises(ValueError, match="there is no class token"):
+        pool(torch.randn(2, 4, 8), "cls", 0)

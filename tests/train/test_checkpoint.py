@@ -257,3 +257,25 @@ def test_weights_bring_the_preprocessing_of_their_folder(tmp_path: Path) -> None
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():  # and timm's eps, which its config.json does not name
         torch.testing.assert_close(loaded(images), theirs.forward_features(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "about", [{"architecture": "test_vit"}, {"architecture": "a fork", "model_args": {"num_heads": 2}}]
+)
+def test_heads_of_another_width_are_those_of_the_folder(tmp_path: Path, about: dict[str, Any]) -> None:
+    theirs = timm.create_model("test_vit", img_size=32, num_classes=0).eval()  # two heads, each 32 wide
+    ckpt.save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(about | {"pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}))
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            residua.load(tmp_path)(images), theirs.forward_features(images), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_another_activation_is_not_taken_for_ours(tmp_path: Path) -> None:
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=0)
+    ckpt.save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "hidden_act": "relu"}))
+    with pytest.raises(ckpt.CheckpointError, match="activation is relu, ours GELU; transformers:"):
+        residua.load(tmp_path)
