@@ -231,9 +231,16 @@ def _calls(
 
 def _as_called(model: nn.Module, located: list[Located], example: Any) -> list[Located]:
     """Blocks in the order in which the model calls them, which need not be that of its modules; uncalled ones last."""
-    with evaluating(model), torch.no_grad():
-        calls = _calls(model, located, *arguments(model, example))
-    first = {name: i for i, name in enumerate(dict.fromkeys(at.name for at, _, _ in calls))}
+    called: list[str] = []
+    args, kwargs = arguments(model, example)
+    hooks = [at.block.register_forward_pre_hook(lambda *_, name=at.name: called.append(name)) for at in located]
+    try:
+        with evaluating(model), torch.no_grad(), eager():
+            model(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    first = {name: i for i, name in enumerate(dict.fromkeys(called))}
     return sorted(located, key=lambda at: first.get(at.name, len(first)))
 
 
@@ -275,7 +282,7 @@ def fade(model: nn.Module, alpha_min: float = 1.0, *, example: Any = None, **dec
     located = blocks_of(inner, example)
     for at in located:
         check_fades(at.block, at.kind)
-    if example is not None:
+    if example is not None and not any(p.is_meta for p in inner.parameters()):
         located = _as_called(inner, located, example)
     counts = [len(at.kind.parts(at.block)) for at in located]
     for index, (at, alphas) in enumerate(zip(located, spread(spec, counts).split(counts))):

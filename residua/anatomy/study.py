@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from residua.adapt import Foreign, is_own, stream
+from residua.adapt import Foreign, is_own, stream, unwrapped
 from residua.adapt.foreign import preprocessing_of
 from residua.data import DataError, Preprocessing, Source, Splits
 from residua.evaluate.reading import frozen
@@ -127,7 +127,7 @@ def study(
     >>> found = study(residua.load("runs/a"), residua.data.load("digits"))
     >>> found.parts[0].laws.verdicts()
     """
-    look = look or Look()
+    look, model = look or Look(), unwrapped(model)
     check(model, splits)
     sources = {name: source for name, source in sources_of(splits, split).items() if source is not None and len(source)}
     where = torch.device(device)

@@ -125,6 +125,10 @@ def _wait_for(home: Path) -> None:
     seen, since = [0.0], time.monotonic()
     while not home.exists():
         signs = sorted(_time_of(path) for path in home.parent.glob(f".unfinished-{home.name}-*"))
+        if seen[:1] > [0.0] and not signs:  # a draft was there: it is put in its place, or its writer has failed
+            time.sleep(0.5)
+            if not home.exists():
+                raise DataError(f"the process that encoded into {home.parent} has failed")
         if signs != seen:
             seen, since = signs, time.monotonic()
         if time.monotonic() - since > _PATIENCE:

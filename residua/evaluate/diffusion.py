@@ -198,7 +198,7 @@ def evaluate_diffusion(
             if source is not None
         }
     subjects = {name: (train, whole.get("test", {}).get(name)) for name, train in whole["train"].items()}
-    if not has_classes(subjects[MODEL][0]):
+    if not has_classes(*subjects[MODEL]):
         raise DataError(f"{data.name} has no labels of two classes or more: there is nothing to probe for")
     if probe is not None:
         results = probe_features(subjects, probe, options | {"seed": seed, "device": where})

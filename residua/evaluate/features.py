@@ -369,14 +369,16 @@ def with_test(data: Splits) -> tuple[Splits, str]:
     """Splits with labelled test images, their own or a fifth of the training images (stratified); and which.
 
     The fifth depends on the labels alone, not on a seed or limit: a network that was fine-tuned on the other images is
-    never tested on those it learnt. Without labels of two classes or more the data stay as they are.
+    never tested on those it learnt. Without labels of two classes or more, or with one image a class, the data stay as
+    they are.
     """
     train, test = data.train, data.test
     own = test is not None and len(test) > 0
-    if train.labels is None or len(set(train.labels.tolist())) < 2:
-        return data, "test split" if own else "none"
     if test is not None and own and test.labels is not None:
         return data, "test split"
+    classes = 0 if train.labels is None else len(set(train.labels.tolist()))
+    if train.labels is None or classes < 2 or classes == len(train):  # none, or one image a class
+        return data, "test split" if own else "none"
     kept, held = split(torch.from_numpy(train.labels), TEST_SHARE)
     parts = [train.subset(rows.tolist()) for rows in (kept, held)]
     return Splits(data.name, *parts), f"{TEST_SHARE:.0%} of the training images"

@@ -141,7 +141,7 @@ def evaluate(
         seen = {}
         if geometry:
             seen = read(_some(sources["train"], seed), view=replace(view, views=LIDAR_VIEWS - 1))
-        labelled = has_classes(subjects[MODEL][0])
+        labelled = has_classes(*subjects[MODEL])
         if labelled and probe == "mae":
             results = _probe_online(readers, subjects, sources, view, open_with, options, progress)
     if labelled and probe is not None and probe != "mae":
@@ -207,9 +207,10 @@ def untrained(encoder: E, seed: int = 0) -> E:
         return encoder_of(create_model(**config)).eval()
 
 
-def has_classes(train: FeatureSet) -> bool:
-    """Whether there are labels to learn, of two classes or more."""
-    return train.labels is not None and len(train.labels.unique()) > 1
+def has_classes(train: FeatureSet, test: FeatureSet | None) -> bool:
+    """Whether there are labels to learn, of two classes or more, and to test what was learnt."""
+    tested = test is not None and test.labels is not None
+    return tested and train.labels is not None and len(train.labels.unique()) > 1
 
 
 def probe_features(subjects: Subjects, protocol: Protocol, options: dict[str, Any]) -> dict[str, ProbeResult | None]:

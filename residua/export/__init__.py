@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from residua.adapt import is_name, is_own
+from residua.adapt import is_name, is_own, unwrapped
 from residua.data.errors import did_you_mean
 from residua.export import graph, hub, plain, stock
 from residua.export.clean import LIMIT, Checked, Export, check, real_images, relative
@@ -122,7 +122,8 @@ def export(
         raise ExportError(f"{place} is a file: choose another --out")
     if (place / "checkpoints").is_dir() and (place / "config.yaml").exists():
         raise ExportError(f"{place} is a run, which an export would overwrite: choose another --out")
-    network: Any = copy.deepcopy(model).cpu().float().eval() if isinstance(model, nn.Module) else load(model, ema=ema)
+    inner = copy.deepcopy(unwrapped(model)) if isinstance(model, nn.Module) else load(model, ema=ema)
+    network: Any = inner.cpu().float().eval()
     images, source = real_images(run, stock.preprocessing_of(network))
     notes = () if to == "safetensors" else stock.unprepared(network)
     with _writing(place), tempfile.TemporaryDirectory(prefix=".unfinished-", dir=place.parent) as home:
@@ -145,6 +146,8 @@ def _writing(place: Path) -> Iterator[None]:
         place.parent.mkdir(parents=True, exist_ok=True)
         yield
     except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno is None:  # not the disk's: libraries call theirs so, too
+            raise
         raise ExportError(f"cannot write to {place}: {error}. Free some space or choose another --out") from error
 
 

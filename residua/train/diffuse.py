@@ -279,8 +279,9 @@ def _check_begun(model: Any, run: Path) -> None:
     if not saved:
         return
     before, space = json.loads((saved[-1] / "model.json").read_text()), getattr(model, "autoencoder", None)
+    known = before.get("autoencoder")
     remedy = "put back what was there, or start a new run with another --out"
-    if space and replace(space, name=before["autoencoder"]["name"]).to_dict() != before["autoencoder"]:
+    if space and (not known or replace(space, name=known["name"]).to_dict() != known):
         raise DataError(f"the autoencoder {space.name} is not the one that {run} was begun with: {remedy}")
     if before.get("classes") != getattr(model, "classes", None):
         raise DataError(f"the images have other classes than when {run} was begun: {remedy}")

@@ -43,12 +43,20 @@ def count_parameters(module: nn.Module) -> int:
 def training_flops(model: nn.Module, *inputs: Tensor) -> float:
     """Matrix-product operations of one image, forward and backward, counted on the CPU.
 
-    Attention is computed by its formula: of fused kernels, torch counts what they compute twice, or nothing at all.
+    Attention counts as its two products, and twice that backward: of fused kernels, torch counts what they compute
+    again, too, or nothing at all.
     """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    def forward(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+        return sdpa_flop_count(q, k, v)
+
+    def backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+        return 2 * sdpa_flop_count(q, k, v)
+
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    again = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    with FlopCounterMode(display=False, custom_mapping={fused: forward, again: backward}) as counter:
         _first_output(model, inputs).backward()
     model.zero_grad(set_to_none=True)
     return float(counter.get_total_flops())

@@ -156,3 +156,10 @@ def test_the_untrained_twin_fades_as_far() -> None:
     assert alphas(twin) == alphas(model)
     shortcuts(twin).set_strength(1.0)
     assert min(alphas(model)) == pytest.approx(0.8)
+
+
+def test_known_blocks_fade_on_meta_whatever_the_example() -> None:
+    with torch.device("meta"):
+        model = vit()
+    residua.fade(model, alpha_min=0.5, example=torch.zeros(1, 3, 32, 32))
+    assert float(shortcuts(model).alpha[-1]) == 0.5

@@ -161,6 +161,13 @@ def test_what_fine_tuning_learnt_from_is_never_the_test_set(vit: ViT, noise: Spl
     assert not {learnt.identify(i) for i in range(len(learnt))} & set(report.neighbor_ids)
 
 
+def test_one_image_a_class_leaves_nothing_to_test_on(vit: ViT, noise: Splits) -> None:
+    noise.train.labels = np.arange(len(noise.train))
+    report = evaluate(vit, Splits("noise", noise.train), baselines=False, neighbors=0)
+    assert {s.metric for s in report.scores} == {"entropy rank", "RankMe"}
+    assert report.test == "none"
+
+
 def test_test_images_that_are_none_or_unlabelled_are_replaced(vit: ViT, noise: Splits) -> None:
     assert noise.test is not None
     nothing = noise.test.subset([])

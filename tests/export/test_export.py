@@ -193,6 +193,22 @@ def test_a_full_disk_is_a_sentence(target: str, tmp_path: Path, monkeypatch: pyt
         export(small_vit(), target, tmp_path / "file" / "out")
 
 
+def test_an_error_that_is_not_the_disks_stays_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: Any, **__: Any) -> None:
+        raise OSError("the Hub cannot be reached")
+
+    monkeypatch.setattr("residua.train.checkpoint.save_file", offline)
+    with pytest.raises(OSError, match=r"^the Hub cannot be reached$"):
+        export(small_vit(), "safetensors", tmp_path / "out")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_wrapped_model_is_exported_as_what_it_wraps(tmp_path: Path) -> None:
+    model = small_vit()
+    export(torch.nn.DataParallel(model), "safetensors", tmp_path / "out")
+    assert residua.load(tmp_path / "out").config == model.config
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_a_model_that_does_not_say_how_images_are_prepared_is_told() -> None:
     model = residua.create_model("vit", img_size=16, patch_size=4, embed_dim=32, depth=1, num_heads=2)
