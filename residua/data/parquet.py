@@ -358,7 +358,7 @@ def _spilled(files: list[Path], image: str) -> Iterable[pa.Array]:
         except OSError as error:
             raise DataError(
                 f"{files[0].parent}: images that do not fit into memory are unpacked into {target.parent}, where they "
-                f"could not be put ({error}); set RESIDUA_DATA to a folder with room for them"
+                f"cannot be put ({error}); set RESIDUA_DATA to a folder with room for them"
             ) from error
     reader = pa.ipc.open_file(pa.memory_map(str(target)))
     return [reader.get_batch(k).column(0) for k in range(reader.num_record_batches)]
