@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from collections.abc import Set
 from typing import Any
@@ -17,7 +16,7 @@ from residua.nn.stream import Tap
 
 from .block import SCALE
 from .example import evaluating
-from .model import Located, blocks_of, fade_like, is_own, shortcuts, tapped, unfade, unwrapped
+from .model import Located, as_called, blocks_of, fade_like, is_own, shortcuts, tapped, unfade, unwrapped
 from .names import SOURCE, open_model
 
 _NORMED = {
@@ -47,7 +46,7 @@ class Foreign(nn.Module):
         self.model = model = unwrapped(model)
         self.img_size, self.in_chans = self.preprocessing.img_size, self.preprocessing.in_chans
         example = torch.zeros(2, self.in_chans, *self.img_size)
-        self.located: list[Located] = _in_order_of_calls(model, example.to(next(model.parameters())))
+        self.located: list[Located] = _read_blocks(model, example.to(next(model.parameters())))
         self.depth = len(self.located)
         self.channels = [_widths(at.block) for at in self.located]
         self.channels_last: bool = getattr(model, "output_fmt", "") == "NHWC"  # as timm's models say
@@ -57,10 +56,8 @@ class Foreign(nn.Module):
     @property
     def config(self) -> dict[str, Any]:
         """What features depend on beside weights and buffers."""
-        structure = hashlib.blake2b(repr(self.model).encode(), digest_size=16).hexdigest()
         scales = [getattr(at.block, SCALE, 1.0) for at in self.located]  # alphas are buffers, these are not
-        about = {"class": type(self.model).__qualname__, "structure": structure, "source": _source(self.model)}
-        return about | {"scales": scales}
+        return {"class": type(self.model).__qualname__, "source": _source(self.model), "scales": scales}
 
     @torch.no_grad()
     def widths(self) -> list[int]:
@@ -93,18 +90,15 @@ class Foreign(nn.Module):
         return self.forward_features(images)
 
 
-@torch.no_grad()
-def _in_order_of_calls(model: nn.Module, images: Tensor) -> list[Located]:
+def _read_blocks(model: nn.Module, images: Tensor) -> list[Located]:
     """The blocks that reading a model calls, in the order in which it does."""
-    located = {at.name: at for at in blocks_of(model, images)}
-    called: list[str] = []
-    with evaluating(model), tapped(model, lambda name, _: called.append(name), [*located.values()]):
-        _run(model, images)
+    located = blocks_of(model, images)
+    called = as_called(model, located, lambda: _run(model, images))
     if not called:
         raise ValueError(
             f"{type(model).__name__} calls none of its {len(located)} residual blocks: no layer can be read"
         )
-    return [located[name] for name in dict.fromkeys(called)]
+    return called
 
 
 def preprocessing_of(model: nn.Module) -> Preprocessing:

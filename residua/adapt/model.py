@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -229,19 +229,17 @@ def _calls(
     return calls
 
 
-def _as_called(model: nn.Module, located: list[Located], example: Any) -> list[Located]:
-    """Blocks in the order in which the model calls them, which need not be that of its modules; uncalled ones last."""
-    called: list[str] = []
-    args, kwargs = arguments(model, example)
-    hooks = [at.block.register_forward_pre_hook(lambda *_, name=at.name: called.append(name)) for at in located]
+def as_called(model: nn.Module, located: Sequence[Located], run: Callable[[], Any]) -> list[Located]:
+    """The blocks that `run` calls, in the order of their first calls, which need not be that of the modules."""
+    called: list[Located] = []
+    hooks = [at.block.register_forward_pre_hook(lambda *_, at=at: called.append(at)) for at in located]
     try:
         with evaluating(model), torch.no_grad(), eager():
-            model(*args, **kwargs)
+            run()
     finally:
         for hook in hooks:
             hook.remove()
-    first = {name: i for i, name in enumerate(dict.fromkeys(called))}
-    return sorted(located, key=lambda at: first.get(at.name, len(first)))
+    return list({at.name: at for at in called}.values())
 
 
 @contextmanager
@@ -283,7 +281,9 @@ def fade(model: nn.Module, alpha_min: float = 1.0, *, example: Any = None, **dec
     for at in located:
         check_fades(at.block, at.kind)
     if example is not None and not any(p.is_meta for p in inner.parameters()):
-        located = _as_called(inner, located, example)
+        args, kwargs = arguments(inner, example)
+        called = as_called(inner, located, lambda: inner(*args, **kwargs))
+        located = called + [at for at in located if at not in called]
     counts = [len(at.kind.parts(at.block)) for at in located]
     for index, (at, alphas) in enumerate(zip(located, spread(spec, counts).split(counts))):
         install(at.block, at.kind, alphas, spec.branch_scale, index)
