@@ -1,0 +1,89 @@
+"""What a run will cost, and what it leaves open."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drive import STEPS, small, small_classifier
+from torch import Tensor
+
+from residua.train import Session, classify, estimate, fit, prepare
+from residua.train.recorded import WARM_UP
+from residua.train.session import hours
+
+
+def test_a_dry_run_estimates_and_writes_nothing(tmp_path: Path) -> None:
+    session = prepare(small())
+    lines = dict(session.lines())
+    assert "40 images, 3 channels" in lines["data"]
+    assert "12 of 16 images" in lines["steps"]
+    assert "alpha_min 0.7" in lines["model"]
+    assert "run" not in lines
+    guess = estimate(session, steps=2)
+    assert guess["seconds"] > 0
+    parameters = sum(p.numel() for p in session.model.parameters())
+    assert guess["memory_gib"] * 2**30 > 16 * parameters
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_estimate_grows_with_the_batch() -> None:
+    def memory(**changes: Any) -> float:
+        return estimate(prepare(small(**changes)), steps=1)["memory_gib"]
+
+    assert memory(batch_size=4) < memory(batch_size=32)
+    assert memory(batch_size=32, micro_batch=4) == memory(batch_size=4)
+
+
+def test_the_estimate_has_what_is_kept_for_every_weight() -> None:
+    def bytes_of(session: Session) -> int:
+        return round(estimate(session, steps=1)["memory_gib"] * 2**30)
+
+    session = prepare(small())
+    parameters = sum(p.numel() for p in session.model.parameters())
+    assert bytes_of(session) - bytes_of(prepare(small(ema=None))) == 4 * parameters
+    sgd, adamw = (classify.prepare(small_classifier("resmlp", depth=2, optimizer=name)) for name in ("sgd", "adamw"))
+    parameters = sum(p.numel() for p in sgd.model.parameters())
+    assert bytes_of(adamw) - bytes_of(sgd) == 4 * parameters
+
+
+def test_the_estimate_counts_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = prepare(small(resident=False, workers=0))
+    read = session.feed.source.read
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.005)
+        return read(*args)
+
+    monkeypatch.setattr(session.feed.source, "read", slow)
+    assert estimate(session, steps=1)["seconds"] > STEPS * 16 * 0.005
+
+
+def test_the_estimate_is_of_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = prepare(small())
+    loop, calls = session.loop(), list[Any]()
+
+    def recorded(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(inputs)
+        time.sleep(0.02 if len(calls) <= WARM_UP else 0.0)
+        return torch.zeros(()), torch.zeros(())
+
+    loop.recorded = recorded  # type: ignore[assignment]
+    monkeypatch.setattr(session, "loop", lambda: loop)
+    assert estimate(session)["seconds"] < STEPS * 0.02
+
+
+def test_fit_closes_what_it_opened(tmp_path: Path) -> None:
+    session = prepare(small(tmp_path / "run", steps=1))
+    assert isinstance(session, Session)
+    assert not fit(session).training
+    with pytest.raises(RuntimeError, match="closed"):
+        next(session.feed.iterate([torch.arange(2)]))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(12, "12 s"), (89, "89 s"), (100, "2 min"), (6000, "100 min"), (7500, "2 h 5 min")]
+)
+def test_durations_in_words(seconds: float, text: str) -> None:
+    assert hours(seconds) == text
