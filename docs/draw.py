@@ -49,6 +49,10 @@ RUNS = {
         "alpha_min 1.0": "tiny-imagenet-50k-xavier-alpha-1.0-seed-*",
         "alpha_min 0.7": "tiny-imagenet-50k-xavier-alpha-0.7-seed-*",
     },
+    "tiny-imagenet-86k": {
+        "alpha_min 1.0": "tiny-imagenet-86k-xavier-alpha-1.0-seed-*",
+        "alpha_min 0.7": "tiny-imagenet-86k-xavier-alpha-0.7-seed-*",
+    },
     "tiny-imagenet-batch-64": {
         "alpha_min 1.0": "tiny-imagenet-batch-64-alpha-1.0-lr-1.5e-4-seed-0",
         "alpha_min 0.8": "tiny-imagenet-batch-64-alpha-0.8-lr-1.5e-4-seed-0",
@@ -69,6 +73,7 @@ METRICS = {
     "tiny-imagenet": ("linear probe", "kNN", "entropy rank"),
     "tiny-imagenet-xavier": ("linear probe", "kNN", "entropy rank"),
     "tiny-imagenet-50k": ("linear probe", "kNN"),
+    "tiny-imagenet-86k": ("linear probe", "kNN"),
 }
 """Scores drawn by block, from evaluation.json."""
 GAINS = {"eval/linear_probe": "gain in linear probe", "eval/kNN": "gain in kNN"}
@@ -76,6 +81,7 @@ ALONG = {
     "tiny-imagenet": GAINS,
     "tiny-imagenet-xavier": GAINS,
     "tiny-imagenet-50k": GAINS,
+    "tiny-imagenet-86k": GAINS,
     "tiny-imagenet-batch-64": GAINS,
     "cifar100-diffusion": {"loss": "training loss"},
     "cifar100-diffusion-seed-1": {"loss": "training loss", "eval/fid": "FID (2,500 samples)"},
@@ -87,7 +93,7 @@ CHOOSING = {
     "tiny-imagenet-batch-64": "from zero, batches of 64",
 }
 """Prefixes whose gains over alpha_min 1.0 stand side by side, and their titles."""
-LENGTHS = {"5k": "0.914", "10k": "0.814", "22k": "0.7", "50k": "0.7"}
+LENGTHS = {"5k": "0.914", "10k": "0.814", "22k": "0.7", "50k": "0.7", "86k": "0.7"}
 """Length of runs on Tiny-ImageNet -> the alpha_min that `auto` chooses for it."""
 SMOOTH = 10  # neighbouring losses whose mean is a point of a curve
 PICTURES = {
@@ -208,9 +214,10 @@ def by_length(out: Path) -> Path:
     for length, alpha in LENGTHS.items():
         named = {name: f"tiny-imagenet-{length}-xavier-alpha-{name}-seed-*" for name in ("1.0", alpha)}
         folders = {name: sorted(RECORDS.glob(pattern)) for name, pattern in named.items()}
+        steps = 1000 * int(length.removesuffix("k"))  # of the two longest runs it is not quite the same number
         for metric, found in gains.items():
-            (seeds,) = _gains(folders, partial(_at_the_end, metric=metric)).values()
-            found += [point for gain in seeds for point in gain.items()]
+            (seeds,) = _gains(folders, lambda run, m=metric: {0: y for y in _at_the_end(run, m).values()}).values()
+            found += [(steps, gain[0]) for gain in seeds]
     figure = size_curves("gain over alpha_min 1.0", gains, "points", "training steps")
     return save(figure, out / "choosing-alpha-lengths.png")
 

@@ -115,7 +115,8 @@ def test_front_page_and_recipe():
 
 def test_gain_by_the_length_of_the_run():
     rows = table("choosing-alpha.md", "| steps of 256 images | 5,000 |")
-    for column, (length, steps) in enumerate({"5k": 5000, "10k": 10000, "22k": 21875, "50k": 50000}.items(), 1):
+    lengths = {"5k": 5000, "10k": 10000, "22k": 21875, "50k": 50000, "86k": 100000}
+    for column, (length, steps) in enumerate(lengths.items(), 1):
         alpha, count, *cells = (row[column] for row in rows)
         agree(alpha, auto_alpha(steps, depth=12, zero_init=False))
         for metric, (plain, faded, gain) in ((PROBE, cells[:3]), (KNN, cells[3:])):
@@ -195,8 +196,8 @@ def test_other_values():
 
 def test_longer_runs():
     runs = [
-        "50k-xavier-alpha-1.0-seed-0", "50k-xavier-alpha-0.7-seed-0", "22k-xavier-plain-decoder-seed-0",
-        "22k-xavier-alpha-1.0-seed-0",
+        "50k-xavier-alpha-1.0-seed-0", "50k-xavier-alpha-0.7-seed-0", "86k-xavier-alpha-1.0-seed-0",
+        "86k-xavier-alpha-0.7-seed-0", "22k-xavier-plain-decoder-seed-0", "22k-xavier-alpha-1.0-seed-0",
     ]  # fmt: skip
     read = [
         lambda run: (scores(run)[PROBE, LAST],), lambda run: (top5(run),), lambda run: (scores(run)[KNN, LAST],),
@@ -204,10 +205,11 @@ def test_longer_runs():
         lambda run: (last_loss(run),),
     ]  # fmt: skip
     for (_, *cells), of in zip(table("results.md", "| | 50k: alpha_min 1 |"), read, strict=True):
-        gain = cells.pop(2)
+        gains = [cells.pop(2), cells.pop(4)]
         for cell, run in zip(cells, runs, strict=True):
             agree(cell, *of(run))
-        agree(gain, of(runs[1])[0] - of(runs[0])[0])
+        for gain, (plain, faded) in zip(gains, (runs[:2], runs[2:4])):
+            agree(gain, of(faded)[0] - of(plain)[0])
 
 
 def test_small_batches():
@@ -228,6 +230,21 @@ def test_rank_and_accuracy():
             agree(epoch, probe.epoch)
             for cell, own in zip(cells, (probe, knn), strict=True):
                 agree(cell, own.r, own.p)
+    assert not list(rows)
+
+
+def test_rank_and_probe_along_training():
+    rows = iter(table("results.md", "| run of | after steps | entropy rank"))
+    for length in ("22k", "50k", "86k"):
+        one, other = (seeds(f"{length}-xavier-alpha-{value}") for value in ("1.0", "0.7"))
+        for i in range(3):
+            _, _, *cells = next(rows)
+            for metric, (plain, faded) in ((RANK, cells[:2]), (PROBE, cells[2:])):
+                a, b = ([along(run, metric)[i] for run in runs] for runs in (one, other))
+                agree(plain, fmean(a))
+                agree(faded, fmean(b))
+                if (length, i) != ("22k", 0):
+                    assert all((y < x) == (metric == RANK) for x, y in zip(a, b))  # lower rank, better probe
     assert not list(rows)
 
 
