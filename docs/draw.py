@@ -216,18 +216,18 @@ def by_length(out: Path) -> Path:
         folders = {name: sorted(RECORDS.glob(pattern)) for name, pattern in named.items()}
         steps = 1000 * int(length.removesuffix("k"))  # of the two longest runs it is not quite the same number
         for metric, found in gains.items():
-            (seeds,) = _gains(folders, lambda run, m=metric: {0: y for y in _at_the_end(run, m).values()}).values()
-            found += [(steps, gain[0]) for gain in seeds]
+            (seeds,) = _gains(folders, partial(_at_the_end, metric=metric, step=steps)).values()
+            found += [point for gain in seeds for point in gain.items()]
     figure = size_curves("gain over alpha_min 1.0", gains, "points", "training steps")
     return save(figure, out / "choosing-alpha-lengths.png")
 
 
-def _at_the_end(run: Path, metric: str = "linear probe") -> Curve:
-    """Last step -> score of the last block at the end of the run; nothing where it was not evaluated."""
+def _at_the_end(run: Path, metric: str = "linear probe", step: int | None = None) -> Curve:
+    """Last step, or `step`, -> score of the last block at the end of the run; nothing where it was not evaluated."""
     if not (run / "evaluation.json").exists():
         return {}
     scores = by_depth(_report(run), metric)
-    return {read_metrics(run)[-1]["step"]: scores[max(scores)]}
+    return {step or read_metrics(run)[-1]["step"]: scores[max(scores)]}
 
 
 def _gains(folders: Folders, read: Callable[[Path], Curve]) -> dict[str, list[Curve]]:
