@@ -212,6 +212,7 @@ class _Decoder(Dataset[Any]):
 
     def __init__(self, source: Source, target: int, canvas: tuple[int, int], on_bad: str, squash: bool) -> None:
         self.source, self.target, self.canvas, self.on_bad, self.squash = source, target, canvas, on_bad, squash
+        self._unreadable: set[int] = set()  # so that a long row of them is not tried anew for each
 
     def __getitems__(self, indices: list[int]) -> _Decoded | DataError:
         try:
@@ -242,11 +243,14 @@ class _Decoder(Dataset[Any]):
 
     def _next_readable(self, i: int, bad: list[int]) -> tuple[np.ndarray, int]:
         count = len(self.source)
-        for j in range(i + 1, i + count):
+        for j in (k % count for k in range(i + 1, i + count)):
+            if j in self._unreadable:
+                continue
             try:
-                return self.source.read(j % count, self.target), j % count
+                return self.source.read(j, self.target), j
             except BadImage:
-                bad.append(j % count)
+                bad.append(j)
+                self._unreadable.add(j)
         raise DataError(f"{self.source.name}: none of its {count} images can be read")
 
 

@@ -50,11 +50,11 @@ class FolderSource(EncodedSource):
         return fingerprint_of(VERSION, self.files, stamps, self.labels if self.labels is not None else "none")
 
     def _status(self, i: int) -> os.stat_result:
-        path = self.encoded(i)
+        path = os.path.join(self.base, self.files[i])  # making a `Path` would take longer than asking for the status
         try:
-            return path.stat()
+            return os.stat(path)
         except OSError:
-            return path.lstat()  # a link that leads nowhere is an unreadable image
+            return os.lstat(path)  # a link that leads nowhere is an unreadable image
 
 
 def load_folder(path: str) -> Splits:

@@ -25,6 +25,7 @@ _STAT_IMAGES = 4096  # images that channel statistics are taken from, at most
 _STAT_PIXELS = 400e6  # and about so many pixels, but never fewer than 256 images
 _COMPARED = 512 << 20  # bytes read to find images of both splits, unless told
 _BLOCK = 4096  # bytes that reading a file costs at least
+_TASK = 64  # items that a thread is given at once, at most
 
 
 @dataclass
@@ -369,8 +370,12 @@ def evenly(count: int, most: int) -> list[int]:
 
 def threaded(function: Callable[[int], T], items: Sequence[int]) -> list[T]:
     """`[function(i) for i in items]` on all cores (decoders release the interpreter lock)."""
-    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:
-        return list(pool.map(function, items))
+    threads = min(32, os.cpu_count() or 1)
+    size = max(1, min(_TASK, len(items) // (4 * threads)))  # a task for every item would take memory and time itself
+    tasks = [items[i : i + size] for i in range(0, len(items), size)]
+    with ThreadPoolExecutor(threads) as pool:
+        parts = pool.map(lambda task: [function(i) for i in task], tasks)
+        return [found for part in parts for found in part]
 
 
 def moments_to_stats(moments: np.ndarray) -> Stats:

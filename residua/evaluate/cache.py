@@ -41,10 +41,11 @@ from .reading import Column, View
 
 _FORMAT = 2
 _BLOCK = 2**19  # 64-bit words summed into one number of a checksum
+_LACK = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # of memory or files to open, which says nothing of the features
 
 
 class CacheError(ValueError):
-    """Features cannot be written where they were to go."""
+    """Features cannot be written where they were to go, or not be opened."""
 
 
 class FeatureCache:
@@ -87,6 +88,11 @@ class Entry:
             try:
                 numbers, features = _load_pass(folder, wanted, views)
             except Exception as error:  # damage has many names: EOFError of an empty file, BadZipFile, KeyError, ...
+                if getattr(error, "errno", None) in _LACK:
+                    raise CacheError(
+                        f"cached features in {folder} cannot be opened here: {error}. They are untouched; read fewer "
+                        "images, layers or views, or do without (--no-cache)"
+                    ) from error
                 self._discard(folder, error)
                 continue
             if features and (index is None or torch.equal(index, numbers)):

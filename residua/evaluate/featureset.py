@@ -12,6 +12,8 @@ from torch import Tensor
 
 Readout = Literal["tokens", "cls", "patches"]
 
+_ROWS = 2**14  # of features looked at once
+
 
 @dataclass
 class FeatureSet:
@@ -160,8 +162,8 @@ def as_matrix(features: Any, what: str = "features") -> Tensor:
         raise ValueError(f"{what}: expected a non-empty (samples, dimensions) matrix, got shape {tuple(x.shape)}")
     if not x.is_floating_point():
         x = x.float()
-    if not torch.isfinite(x).all():
-        bad = int((~torch.isfinite(x)).any(1).sum())
+    bad = sum(int((~torch.isfinite(part)).any(1).sum()) for part in x.split(_ROWS))
+    if bad:
         raise ValueError(f"{what}: {bad} of {len(x)} rows hold NaN or infinity; did training diverge?")
     return x
 

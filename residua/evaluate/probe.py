@@ -18,11 +18,13 @@ rate. An affine map in front of a linear classifier does not change what it can 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+
+from residua.data.room import free_memory
 
 from .adamw import fit_rows, row_width
 from .featureset import FeatureSet, Labelled, as_featureset, check_compatible, class_numbers, full_precision
@@ -45,11 +47,13 @@ from .protocols import (
     summarise,
 )
 from .rank import CollapsedError
+from .reading import Column
 
 __all__ = ["PROTOCOLS", "Head", "Precision", "ProbeResult", "Protocol", "Tested", "choose", "linear_probe", "split"]
 
 _HALF_FROM = 1e14  # floating point operations from which a GPU trains in half precision: seconds in float32
 _CHUNK = 2**16  # rows standardised at once
+_SHARE = 0.5  # of the free memory that standardised features may take
 
 
 @full_precision()
@@ -73,7 +77,8 @@ def linear_probe(
     training images and are compared on the rest (stratified). The best of each layer and read-out is then trained
     again, on all training images, and scored on `test`; `.accuracy` is that of the one that did best on the held-out
     images. The test set chooses nothing. A single candidate skips the first pass. `.interval` is Wilson's 95 % interval
-    over the test images; `.grid` holds every candidate.
+    over the test images; `.grid` holds every candidate. Layers whose features do not fit into memory together come one
+    after the other.
 
     `protocol="cached"` needs features extracted with `views=3`. For "lbfgs" the weight decay is the L2
     penalty on the mean loss (scikit-learn's `C` is `1 / (N * weight_decay)`) and learning rates do not apply.
@@ -93,24 +98,31 @@ def linear_probe(
     settings = [(lr, wd) for lr in recipe.learning_rates for wd in recipe.weight_decays]
 
     dtype = _dtype(precision, protocol, train, recipe, classes, len(columns) * len(settings), device)
-    x, x_test = _prepare(train, test, columns, protocol == "cached", device, dtype)
-    everyone = torch.arange(len(y), device=device)
-    held_scores = None
-    if len(columns) * len(settings) > 1:
-        kept, held = (rows.to(device) for rows in split(y.cpu(), holdout, seed))
-        pairs = torch.tensor([settings] * len(columns), dtype=torch.float64)
-        params = _fit(protocol, recipe, x, y, kept, classes, pairs, seed)
-        held_scores = _score(params, x[:, : len(y), : x_test.shape[2]], y, held)
-    named = [(readout if train.ids else None, layer) for readout, layer in columns]
-    grid, best, chosen = conclude(named, settings, held_scores)
-    pairs = torch.tensor([[(h.learning_rate, h.weight_decay)] for h in best], dtype=torch.float64)
-    params = _fit(protocol, recipe, x, y, everyone, classes, pairs, seed)
+    views, choosing = protocol == "cached", len(columns) * len(settings) > 1
+    scales = {column: _moments_of(train, column, device) for column in columns}
+    parts = [rows.to(device) for rows in split(y.cpu(), holdout, seed)] if choosing else []
+    everyone, tested = (torch.arange(len(labels), device=device) for labels in (y, y_test))
+    held_parts, test_parts = [], []
+    for some in _groups(columns, 1 if protocol == "lbfgs" else _room(train, test, views, device, dtype)):
+        x, x_test = _prepare(train, test, {column: scales[column] for column in some}, views, device, dtype)
+        if choosing:
+            kept, held = parts
+            pairs = torch.tensor([settings] * len(some), dtype=torch.float64)
+            params = _fit(protocol, recipe, x, y, kept, classes, pairs, seed)
+            held_parts.append(_score(params, x[:, : len(y), : x_test.shape[2]], y, held))
+        _, best, _ = conclude(_named(train, some), settings, held_parts[-1] if choosing else None)
+        pairs = torch.tensor([[(h.learning_rate, h.weight_decay)] for h in best], dtype=torch.float64)
+        params = _fit(protocol, recipe, x, y, everyone, classes, pairs, seed)
+        test_parts.append(_score(params, x_test, y_test, tested))
+        del x, x_test  # before the next ones are made
+    held_scores = Outcome.joined(held_parts) if choosing else None
+    grid, best, chosen = conclude(_named(train, columns), settings, held_scores)
     return summarise(
         best,
         chosen,
         grid,
         held_scores,
-        _score(params, x_test, y_test, torch.arange(len(y_test), device=device)),
+        Outcome.joined(test_parts),
         protocol=protocol,
         epochs=recipe.epochs,
         batch_size=recipe.batch_size,
@@ -162,18 +174,40 @@ def _dtype(
     return torch.float16 if half else torch.float32
 
 
+def _named(train: FeatureSet, columns: Sequence[Column]) -> list[tuple[str | None, int]]:
+    """Plain tensors do not know their read-out."""
+    return [(readout if train.ids else None, layer) for readout, layer in columns]
+
+
+def _groups(columns: Sequence[Column], size: int) -> list[Sequence[Column]]:
+    return [columns[i : i + size] for i in range(0, len(columns), size)]
+
+
+def _room(train: FeatureSet, test: FeatureSet, views: bool, device: torch.device, dtype: torch.dtype) -> int:
+    """For how many columns there is memory, at least one; what remains is for the heads and their logits."""
+    parts = [train.of(readout) for readout in train.readouts]
+    width = max(x.shape[1] for part in parts for x in part.features.values())
+    seen = 1 + (max(len(x) for part in parts for x in part.views.values()) if views else 0)
+    one = len(train) * seen * row_width(width, dtype) * dtype.itemsize + 4 * len(test) * width
+    free = free_memory(device)
+    if device.type == "cuda":  # what PyTorch has taken and does not use
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(1, int(_SHARE * free / one))
+
+
 def _prepare(
     train: FeatureSet,
     test: FeatureSet,
-    columns: Sequence[tuple[str, int]],
+    scales: Mapping[Column, tuple[Tensor, Tensor]],
     views: bool,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Standardised features for training, (L, V N, D') with a column of ones, and for testing, (L, n, D) in float32.
 
-    Narrower columns are padded with zeros, which no gradient reaches.
+    `scales` has mean and deviation of every column. Narrower ones are padded with zeros, which no gradient reaches.
     """
+    columns = list(scales)
     center = [train.of(readout).layer(i) for readout, i in columns]
     other = [train.of(readout).views[i] if views else x[None][:0] for (readout, i), x in zip(columns, center)]
     width, n = max(x.shape[1] for x in center), len(train)
@@ -182,7 +216,7 @@ def _prepare(
     x_test = torch.zeros(len(columns), len(test), width, device=device)
     for c, (readout, i) in enumerate(columns):
         dim = center[c].shape[1]
-        mean, std = moments(center[c], device, f"layer {i}, read-out {readout}" if train.ids else "the training set")
+        mean, std = scales[readout, i]
         for v, whole in enumerate([center[c], *other[c]]):
             for start, part in _chunks(whole, device):
                 part = (part - mean) / std
@@ -199,6 +233,12 @@ def _prepare(
 def _chunks(x: Tensor, device: torch.device) -> Iterator[tuple[int, Tensor]]:
     for start in range(0, len(x), _CHUNK):
         yield start, x[start : start + _CHUNK].to(device, torch.float32)
+
+
+def _moments_of(train: FeatureSet, column: Column, device: torch.device) -> tuple[Tensor, Tensor]:
+    readout, i = column
+    what = f"layer {i}, read-out {readout}" if train.ids else "the training set"
+    return moments(train.of(readout).layer(i), device, what)
 
 
 def moments(x: Tensor, device: torch.device, what: str) -> tuple[Tensor, Tensor]:

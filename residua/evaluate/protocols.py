@@ -112,6 +112,12 @@ class Outcome:
         five = [[100 * a if classes > 5 else math.nan for a in row] for row in top5]
         return cls(percent, five, loss, n)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Outcome]) -> Outcome:
+        """The columns of all parts, which are of the same images."""
+        top1, top5, loss = ([row for part in parts for row in getattr(part, name)] for name in ("top1", "top5", "loss"))
+        return cls(top1, top5, loss, parts[0].n)
+
 
 def conclude(
     columns: Sequence[tuple[str | None, int]],

@@ -15,6 +15,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -25,6 +27,8 @@ from .featureset import FeatureSet, as_matrix
 Center = Literal["samples", "dims"]
 FIT = (11, 50)  # eigenvalues, counted from 1, through which `alpha_req` draws its line
 _EPS = 1e-7  # added to probabilities by RankMe and LiDAR
+_ROWS = 2**10  # of features at once in float64
+_TALL = 8  # rows a column from which they are factorised
 
 
 class CollapsedError(ValueError):
@@ -36,7 +40,7 @@ def spectrum(features: Any, center: Center | None = "samples") -> Tensor:
 
     Their squares over n are the eigenvalues of the covariance. `center` as in `entropy_rank`.
     """
-    return _singular_values(_centred(as_matrix(features).double(), center))
+    return _singular_values(_triangular(_centred(as_matrix(features), center)))
 
 
 def entropy_rank(features: Any, center: Center | None = "samples") -> float:
@@ -51,7 +55,7 @@ def entropy_rank(features: Any, center: Center | None = "samples") -> float:
     >>> entropy_rank(torch.cat([torch.eye(8), -torch.eye(8)]))  # log 8
     2.0794...
     """
-    return _entropy(_energies(_centred(as_matrix(features).double(), center)))
+    return _entropy(_energies(_centred(as_matrix(features), center)))
 
 
 def rankme(features: Any, eps: float = _EPS) -> float:
@@ -59,7 +63,7 @@ def rankme(features: Any, eps: float = _EPS) -> float:
 
     `s` are the singular values of the uncentred (n, d) embedding matrix; between 1 and min(n, d).
     """
-    return _exp_entropy(_not_zero(_singular_values(as_matrix(features).double())), eps)
+    return _exp_entropy(_not_zero(_singular_values(_triangular(_Rows(as_matrix(features))))), eps)
 
 
 def participation_ratio(features: Any, center: Center | None = "samples") -> float:
@@ -67,7 +71,7 @@ def participation_ratio(features: Any, center: Center | None = "samples") -> flo
 
     The number of equal directions that would spread the variance as evenly (Gao et al. 2017).
     """
-    return _participation_ratio(_energies(_centred(as_matrix(features).double(), center)))
+    return _participation_ratio(_energies(_centred(as_matrix(features), center)))
 
 
 def stable_rank(features: Any, center: Center | None = "samples") -> float:
@@ -75,7 +79,7 @@ def stable_rank(features: Any, center: Center | None = "samples") -> float:
 
     Total variance over that of the largest direction (Rudelson and Vershynin 2007).
     """
-    return _stable_rank(_energies(_centred(as_matrix(features).double(), center)))
+    return _stable_rank(_energies(_centred(as_matrix(features), center)))
 
 
 def alpha_req(features: Any, fit: tuple[int, int] = FIT) -> float:
@@ -123,11 +127,10 @@ def ranks(features: Any) -> dict[str, float]:
     singular values of R with the row `sqrt(n) m` below it. Where there are too few eigenvalues for alpha-ReQ it
     is NaN.
     """
-    x = as_matrix(features).double()
-    mean = x.mean(0)
+    x = as_matrix(features)
     body = _triangular(_centred(x, "samples"))
     values = _singular_values(body)
-    uncentred = _singular_values(torch.cat([body, math.sqrt(len(x)) * mean[None]]))
+    uncentred = _singular_values(torch.cat([body, math.sqrt(len(x)) * _mean(x)[None]]))
     energies = values.square()
     first, last = FIT
     return {
@@ -139,18 +142,41 @@ def ranks(features: Any) -> dict[str, float]:
     }
 
 
-def _centred(x: Tensor, center: Center | None) -> Tensor:
+@dataclass(frozen=True)
+class _Rows:
+    """Features (n, d) in float64, some rows at a time, less what centring takes away: there may be millions of rows."""
+
+    x: Tensor
+    mean: Tensor | None = None
+    each: bool = False
+    """Whether every row loses its own mean."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for part in self.x.split(_ROWS):
+            part = part.double()
+            part = part if self.mean is None else part - self.mean
+            yield part - part.mean(1, keepdim=True) if self.each else part
+
+    def norm(self) -> float:
+        return math.sqrt(sum(float(part.square().sum()) for part in self))
+
+
+def _mean(x: Tensor) -> Tensor:
+    return torch.stack([part.sum(0) for part in _Rows(x)]).sum(0) / len(x)
+
+
+def _centred(x: Tensor, center: Center | None) -> _Rows:
     if center == "samples":
-        centred = x - x.mean(0)
+        centred = _Rows(x, _mean(x))
     elif center == "dims":
-        centred = x - x.mean(1, keepdim=True)
+        centred = _Rows(x, each=True)
     elif center is None:
-        centred = x
+        centred = _Rows(x)
     else:
         raise ValueError(f'center must be "samples", "dims" or None, got {center!r}')
     if center == "samples" and len(x) < 2:
         raise CollapsedError("one feature vector has no spread; ranks need at least two images")
-    if centred.norm() <= 1e-10 * x.norm():
+    if centred.norm() <= 1e-10 * _Rows(x).norm():
         raise CollapsedError(f"all {len(x)} feature vectors are the same after centering: the features collapsed")
     return centred
 
@@ -172,22 +198,35 @@ def _views(features: Any) -> Tensor:
     return x.double()
 
 
-def _triangular(x: Tensor) -> Tensor:
-    """A matrix of at most d rows with the singular values of x (n, d) and the same row space."""
-    return torch.linalg.qr(x, mode="r").R if x.shape[0] > x.shape[1] else x
+def _triangular(rows: Iterable[Tensor]) -> Tensor:
+    """A matrix of at most d rows with the singular values of all rows (n, d) and the same row space."""
+    waiting: list[Tensor] = []
+    for part in rows:
+        waiting.append(part)
+        if sum(map(len, waiting)) > _TALL * part.shape[1]:
+            waiting = [torch.linalg.qr(torch.cat(waiting), mode="r").R]
+    whole = torch.cat(waiting)
+    return torch.linalg.qr(whole, mode="r").R if whole.shape[0] > whole.shape[1] else whole
 
 
 def _singular_values(x: Tensor) -> Tensor:
     """Descending singular values; through the triangular factor, so the long side costs one QR."""
-    return torch.linalg.svdvals(_triangular(x.T if x.shape[0] < x.shape[1] else x))
+    return torch.linalg.svdvals(_triangular([x.T if x.shape[0] < x.shape[1] else x]))
 
 
-def _energies(x: Tensor) -> Tensor:
+def _energies(rows: _Rows) -> Tensor:
     """Descending squares of the singular values, as eigenvalues of the smaller Gram matrix.
 
     Faster than singular values. Exact to rounding *of the largest*, which is all that sums of them need.
     """
-    gram = x.T @ x if x.shape[0] > x.shape[1] else x @ x.T
+    n, d = rows.x.shape
+    if n > d:
+        gram = torch.zeros(d, d, dtype=torch.float64, device=rows.x.device)
+        for part in rows:
+            gram.addmm_(part.T, part)
+    else:
+        whole = torch.cat(list(rows))
+        gram = whole @ whole.T
     return torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
 
 

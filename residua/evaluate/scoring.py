@@ -58,11 +58,11 @@ def _best_columns(
         return {}
     least, most = HELD_OUT
     kept, held = split(train.targets, min(max(0.1, least / len(train)), most / len(train), 0.5), seed)
-    sides = train.subset(kept), train.subset(held)
     counts = {n: min(n, len(kept)) for n in ks}
     found = {}
     for readout, layer in columns:
-        own = [side.of(readout).only(layer) for side in sides]
+        whole = train.of(readout).only(layer)
+        own = whole.subset(kept), whole.subset(held)  # copies: of one layer at a time
         try:
             found[readout, layer] = knn_score(
                 *own, k=sorted({*counts.values()}), temperature=temperature, device=device

@@ -125,6 +125,25 @@ def test_bad_images_or_not_streaming_equals_resident(photos):
     assert feeds[0].skipped == feeds[1].skipped == 5
 
 
+def test_a_long_row_of_bad_images_is_not_read_again_for_each(monkeypatch):
+    images = RNG.integers(0, 256, (400, 8, 8, 3), dtype=np.uint8)
+    source, reads = ArraySource("noise", "train", images, None, None), []
+
+    def read(i, target=None):
+        reads.append(i)
+        if 50 <= i < 350:
+            raise BadImage(str(i), "spoilt")
+        return images[i]
+
+    monkeypatch.setattr(source, "read", read)
+    stream = Feed(source, "cpu", img_size=8, resident=False, workers=0, on_bad_image="skip")
+    reads.clear()
+    found = torch.cat([batch.index for batch in stream.iterate(torch.arange(400).split(64))])
+    assert found.tolist() == [350 if 50 <= i < 350 else i for i in range(400)]
+    assert stream.skipped == 300
+    assert len(reads) <= 400 + 2 * 300
+
+
 def test_nothing_readable(photos):
     source = load(f"folder:{photos}").train
     spoil(photos, *range(12))

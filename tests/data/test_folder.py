@@ -8,7 +8,7 @@ from PIL import Image
 
 from residua.data import BadImage, DataError, Feed, count_shared, load
 from residua.data.errors import DataWarning
-from residua.data.folder import list_images
+from residua.data.folder import FolderSource, list_images
 
 RNG = np.random.default_rng(0)
 
@@ -302,3 +302,13 @@ def test_a_link_that_leads_nowhere_is_an_unreadable_image(tmp_path):
     assert count_shared(splits.train, splits.test) == 0
     with pytest.raises(BadImage, match=r"b/x\.png"):
         splits.train.read(2)
+
+
+def test_files_are_asked_for_their_status_by_plain_names(tmp_path, monkeypatch):
+    for file in ("a/0.png", "a/1.png", "b/0.png", "b/1.png"):
+        put(tmp_path / file)
+    train = load(f"folder:{tmp_path}").train
+    sizes, key = [(tmp_path / name).stat().st_size for name in train.files], train.fingerprint()
+    monkeypatch.setattr(FolderSource, "encoded", lambda self, i: pytest.fail("a Path of every file of a large set"))
+    assert train.weights().tolist() == sizes
+    assert train.fingerprint() == key

@@ -1,5 +1,6 @@
 import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from residua.data import BadImage, DataError, count_shared
 from residua.data.arrays import ArraySource
 from residua.data.errors import DataWarning
-from residua.data.source import evenly
+from residua.data.source import evenly, threaded
 
 RNG = np.random.default_rng(0)
 
@@ -99,3 +100,17 @@ def test_bad_image_travels_between_processes():
     error = pickle.loads(pickle.dumps(BadImage("a.jpg", OSError("truncated"))))
     assert isinstance(error, BadImage)
     assert str(error) == "cannot read image a.jpg: truncated"
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 10_001])
+def test_threads_share_many_items_in_few_tasks(count, monkeypatch):
+    submitted = []
+    real = ThreadPoolExecutor.submit
+
+    def submit(self, *args, **kwargs):
+        submitted.append(args)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    assert threaded(lambda i: i * i, range(count)) == [i * i for i in range(count)]
+    assert len(submitted) <= max(200, count / 10)

@@ -157,6 +157,24 @@ def test_damage_is_noticed_told_and_repaired(vit: ViT, noise: Splits, tmp_path) 
         extract(vit, noise, splits=("test",), cache=tmp_path)
 
 
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EMFILE])
+def test_lack_of_memory_or_handles_is_no_damage(vit: ViT, noise: Splits, tmp_path, monkeypatch, code: int) -> None:
+    extract(vit, noise, splits=("test",), cache=tmp_path)
+    before = passes(tmp_path)
+
+    def fails(*args: object, **options: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "load", fails)
+        with pytest.raises(CacheError, match=os.strerror(code)):
+            extract(vit, noise, splits=("test",), cache=tmp_path)
+    assert passes(tmp_path) == before
+    cache = FeatureCache(tmp_path)
+    extract(vit, noise, splits=("test",), cache=cache)
+    assert (cache.read, cache.computed) == (1, 0)
+
+
 def test_two_that_finish_the_same_pass_leave_each_other_the_features(tmp_path) -> None:
     entry, rows = Entry(FeatureCache(tmp_path), tmp_path / "entry", {}), torch.randn(1, 5, 3)
     writers = [entry.writer().begin(5) for _ in range(2)]

@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
-from residua.evaluate import CollapsedError, FeatureSet, linear_probe
+from residua.evaluate import CollapsedError, FeatureSet, linear_probe, probe
 from residua.evaluate.probe import Head, choose, split
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -258,3 +258,49 @@ def test_classes_are_those_that_occur_whatever_their_labels(protocol: str) -> No
     found = [linear_probe((x, s * y), (q, s * truth), **options) for s in (1, 1000)]
     assert found[0].accuracy == found[1].accuracy
     assert all(math.isnan(result.top5) for result in found)  # five guesses among three classes are always right
+
+
+@pytest.mark.parametrize("protocol", ["simple", "cached", "lbfgs"])
+def test_layers_that_do_not_fit_into_memory_together_give_the_same_scores(protocol: str, monkeypatch) -> None:
+    (x, y), (x_test, y_test) = digits()
+    scale = {0: 64, 1: 40, 2: 24}  # of differing width
+
+    def features(x: torch.Tensor, y: torch.Tensor) -> FeatureSet:
+        own = {i: x[:, :d].clone() for i, d in scale.items()}
+        return FeatureSet(own, y, views={i: z[None].repeat(3, 1, 1) for i, z in own.items()})
+
+    train, test = features(x, y), features(x_test, y_test)
+    largest = []
+    real = probe._prepare
+
+    def prepare(*args):
+        made = real(*args)
+        largest.append(len(made[0]))
+        return made
+
+    monkeypatch.setattr(probe, "_prepare", prepare)
+    options = {"protocol": protocol} | ({} if protocol == "lbfgs" else {"epochs": 3})
+    whole = linear_probe(train, test, **options)
+    assert largest == ([1, 1, 1] if protocol == "lbfgs" else [3]), "the optimum is sought layer by layer"
+    largest.clear()
+    views = 4 if protocol == "cached" else 1
+    one = 4 * (65 * views * len(y) + 64 * len(y_test))
+    monkeypatch.setattr(probe, "free_memory", lambda device: 2 * 2.5 * one)  # half of it may hold two layers
+    parts = linear_probe(train, test, **options)
+    assert largest == ([1, 1, 1] if protocol == "lbfgs" else [2, 1])
+    assert parts.by_layer == pytest.approx(whole.by_layer, abs=0.2)
+    assert [(h.layer, h.learning_rate, h.weight_decay) for h in parts.grid] == [
+        (h.layer, h.learning_rate, h.weight_decay) for h in whole.grid
+    ]
+    for ours, theirs in zip(parts.grid, whole.grid):
+        assert ours.held_out_loss == pytest.approx(theirs.held_out_loss, rel=1e-4)
+    assert parts.best.layer == whole.best.layer
+
+
+def test_a_collapsed_layer_is_told_before_any_is_trained(monkeypatch) -> None:
+    (x, y), (x_test, y_test) = digits()
+    sides = [FeatureSet({0: a, 1: torch.ones_like(a)}, b) for a, b in ((x, y), (x_test, y_test))]
+    monkeypatch.setattr(probe, "_fit", lambda *args: pytest.fail("trained"))
+    monkeypatch.setattr(probe, "free_memory", lambda device: 0)
+    with pytest.raises(CollapsedError):
+        linear_probe(*sides)

@@ -258,3 +258,26 @@ def test_lidar_refuses_what_it_cannot_measure() -> None:
         lidar(torch.randn(10, 4))
     with pytest.raises(ValueError, match="NaN"):
         lidar(torch.full((3, 3, 3), torch.nan))
+
+
+@pytest.mark.parametrize("n", [2048, 5000, 16385])
+def test_many_rows_are_never_in_float64_together(n: int, monkeypatch) -> None:
+    x = torch.randn(n, 40) @ torch.randn(40, 40) + 3
+    energies = np.linalg.svd((x - x.double().mean(0)).numpy(), compute_uv=False) ** 2
+    own = np.linalg.svd(x.double().numpy(), compute_uv=False)
+    p, q = energies / energies.sum(), own / own.sum() + 1e-7
+    real, rows = torch.Tensor.double, []
+
+    def double(self: torch.Tensor) -> torch.Tensor:
+        rows.append(len(self))
+        return real(self)
+
+    monkeypatch.setattr(torch.Tensor, "double", double)
+    found = ranks(x)
+    assert max(rows) < n
+    assert found["entropy rank"] == pytest.approx(-(p * np.log(p)).sum(), rel=1e-12)
+    assert found["RankMe"] == pytest.approx(np.exp(-(q * np.log(q)).sum()), rel=1e-12)
+    assert entropy_rank(x) == pytest.approx(found["entropy rank"], rel=1e-12)
+    assert rankme(x) == pytest.approx(found["RankMe"], rel=1e-12)
+    np.testing.assert_allclose(spectrum(x).numpy() ** 2, energies, rtol=1e-10)
+    assert max(rows) < n

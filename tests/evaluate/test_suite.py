@@ -272,3 +272,22 @@ def test_a_layer_that_all_but_collapsed_leaves_the_others_their_probe() -> None:
     result = probe_features({"model": (features, features)}, "lbfgs", {})["model"]
     assert result is not None
     assert list(result.by_layer) == [0]
+
+
+def test_held_out_images_choose_the_layer_of_knn_with_one_layer_copied_at_a_time(monkeypatch) -> None:
+    y = torch.arange(400) % 4
+    x = torch.randn(400, 8)
+    told = x + 4 * torch.eye(8)[y]
+    train, test = (FeatureSet({0: x[rows], 1: told[rows], 2: x[rows]}, y[rows])
+                   for rows in (slice(0, 300), slice(300, 400)))  # fmt: skip
+    real, copied = FeatureSet.subset, []
+
+    def subset(self: FeatureSet, rows: torch.Tensor) -> FeatureSet:
+        copied.append(self.layers)
+        return real(self, rows)
+
+    monkeypatch.setattr(FeatureSet, "subset", subset)
+    report = Report("blobs", "tokens", [0, 1, 2], (8, 8), len(train), len(test), "test split", 0)
+    add_knn(report, {"model": (train, test)}, 5, 0.07, torch.device("cpu"))
+    assert [score.layer for score in report.scores if score.settings.get("chosen")] == [1]
+    assert copied == [[0], [0], [1], [1], [2], [2]]
