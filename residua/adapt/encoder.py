@@ -15,7 +15,7 @@ from residua.nn import MAE, Classifier, Network, ViT
 from residua.nn import create_model as create_own
 from residua.nn.shortcut import Decay, Shortcuts
 from residua.nn.stream import Step, scaled
-from residua.nn.vit import patch_grid, patchify, stream_dtype
+from residua.nn.vit import stream_dtype
 
 from .model import blocks_of
 from .names import open_model
@@ -67,7 +67,7 @@ class TimmViT(ViT):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Keyword arguments of `residua.adapt.create_model` that build this network again."""
+        """Keyword arguments of `create_model` that build this network again."""
         own = {"name": "timm_vit", "final_norm": self.final_norm, "zero_init": self.zero_init}
         return {**self.source, **own, **asdict(self.shortcut.decay)}
 
@@ -92,12 +92,6 @@ class TimmViT(ViT):
             x = torch.cat([prefix.expand(x.shape[0], -1, -1), x], dim=1)
         x = self.norm_pre(x)
         return x.to(stream_dtype(x))
-
-    def embed(self, images: Tensor) -> Tensor:
-        if images.ndim != 4 or images.shape[1] != self.in_chans:
-            raise ValueError(f"images of shape {tuple(images.shape)} given; expected (batch, {self.in_chans}, h, w)")
-        grid = patch_grid((images.shape[2], images.shape[3]), self.patch_size)
-        return self.embed_patches(patchify(images, self.patch_size), self.positions(grid)[:, self.num_prefix_tokens :])
 
     def steps(self) -> list[Step]:
         """Two steps a block, as timm's blocks have them: attention, then MLP."""

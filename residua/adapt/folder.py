@@ -147,13 +147,18 @@ def set_norms(model: Any, config: Mapping[str, Any]) -> None:
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
     if timm and each:
         last = model.fc_norm if isinstance(model.fc_norm, nn.LayerNorm) else model.norm
-        norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)] + [last]
+        norms = norms_of(model, last)
     elif timm and "layer_norm_eps" in config:
         each = [config["layer_norm_eps"]] * len(norms)
     for norm, eps in zip(norms, each):
         norm.eps = eps
     if not timm and config.get(FINAL_NORM) is False:
         model.layernorm = nn.Identity()
+
+
+def norms_of(vit: Any, last: nn.Module) -> list[Any]:
+    """The norms that see the stream of a vision transformer, in order, and then its last."""
+    return [norm for block in vit.blocks for norm in (block.norm1, block.norm2)] + [last]
 
 
 def _json(file: Path) -> dict[str, Any]:

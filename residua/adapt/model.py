@@ -54,6 +54,9 @@ class Located(NamedTuple):
     kind: Kind
 
 
+_Call = tuple[Located, tuple[Any, ...], dict[str, Any]]
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DataParallel, DistributedDataParallel or torch.compile: these change how it runs alone."""
     while True:
@@ -180,7 +183,7 @@ def stream(model: nn.Module, images: Any = None, *context: Any, **named: Any) ->
     located = blocks_of(model, given or named)
     bound: list[Step] = []
     with _buffers_kept(model):
-        for at, args, kwargs in _calls(model, located, given, _uncached(model) | named):
+        for at, args, kwargs in _calls(located, lambda: model(*given, **_uncached(model) | named)):
             x, args, kwargs = split(at.kind, args, kwargs)
             for step in steps_of(at.block, at.kind, at.name, args, kwargs):
                 bound.append(replace(step, input=x))
@@ -211,18 +214,16 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def _calls(
-    model: nn.Module, located: Sequence[Located], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[Located, tuple[Any, ...], dict[str, Any]]]:
-    """Run the model once; what each block was called with, in the order of the calls."""
-    calls: list[tuple[Located, tuple[Any, ...], dict[str, Any]]] = []
+def _calls(located: Sequence[Located], run: Callable[[], Any]) -> list[_Call]:
+    """What `run` calls each block with, in the order of the calls."""
+    calls: list[_Call] = []
     handles = [
         at.block.register_forward_pre_hook(lambda _, a, k, at=at: calls.append((at, a, k)), with_kwargs=True)
         for at in located
     ]
     try:
         with eager():
-            model(*args, **kwargs)
+            run()
     finally:
         for handle in handles:
             handle.remove()
@@ -231,15 +232,9 @@ def _calls(
 
 def as_called(model: nn.Module, located: Sequence[Located], run: Callable[[], Any]) -> list[Located]:
     """The blocks that `run` calls, in the order of their first calls, which need not be that of the modules."""
-    called: list[Located] = []
-    hooks = [at.block.register_forward_pre_hook(lambda *_, at=at: called.append(at)) for at in located]
-    try:
-        with evaluating(model), torch.no_grad(), eager():
-            run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return list({at.name: at for at in called}.values())
+    with evaluating(model), torch.no_grad():
+        calls = _calls(located, run)
+    return list({at.name: at for at, *_ in calls}.values())
 
 
 @contextmanager

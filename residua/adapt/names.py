@@ -140,7 +140,7 @@ def _timm(timm: Any, name: str, published: bool, **options: Any) -> nn.Module:
 
 
 def _torchvision(torchvision: Any, name: str, published: bool, **options: Any) -> nn.Module:
-    models = import_module("torchvision.models")
+    models = torchvision.models
     if name not in models.list_models():
         raise _unknown("torchvision", name, models.list_models())
     choices = models.get_model_weights(name)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .console import console, fail, note
+from .console import console, fail, note, say
 
 # Threads that spin while they wait slow each other down a hundredfold where another program wants the cores too.
 # Read when torch is imported, which happens inside the commands.
@@ -96,7 +96,7 @@ def _unread() -> bool:
 
 def _main(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
-        console.print(USAGE, markup=False)
+        say(USAGE)
         return 0
     if args[0] == "--version":
         from residua import __version__

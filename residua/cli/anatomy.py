@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import console, data_of, device_of, img_size, note, open_any, say, show
-from .evaluate import bad_images
+from .console import bad_images, console, counting, data_of, device_of, img_size, note, open_any, say, show
 
 if TYPE_CHECKING:
     from residua.anatomy.study import Moment
@@ -113,7 +112,7 @@ def anatomy(args: list[str]) -> None:
     shown = {"model": o.model, "data": data}
     values = shown | found.to_dict() | {"checkpoints": [moment.to_dict() for moment in moments]}
     write_text(folder / "anatomy.json", json.dumps(values, indent=1))
-    console.print(f"written: {folder / 'anatomy.json'}", markup=False)
+    say(f"written: {folder / 'anatomy.json'}")
     of = "test" if splits.test is not None and len(splits.test) else "training"
     score = f"{of} accuracy (%)" if found.parts[0].accuracy is not None else "kNN, k = 20 (%)"
     show(anatomy_page(found, run.resolve().name, folder / "anatomy.html", moments, score), o.open)
@@ -127,8 +126,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _progress(done: int, total: int) -> None:
-    if console.is_terminal:
-        console.print(f"block {done} of {total}", end="\n" if done >= total else "\r", markup=False)
+    counting(f"block {done} of {total}", done >= total)
 
 
 def _moment(moment: Moment) -> None:

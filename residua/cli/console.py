@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,18 +60,18 @@ class Bar:
         self.progress.update(self.task, completed=record["step"], text=text)
         if self.show and not console.is_terminal and 10 * record["step"] // self.steps > self.lines:
             self.lines = 10 * record["step"] // self.steps
-            console.print(f"step {record['step']:,}/{self.steps:,}  {text}", markup=False)
+            say(f"step {record['step']:,}/{self.steps:,}  {text}")
 
 
 def typed(args: Sequence[str]) -> set[str]:
     """Names of the settings that stand in arguments as `--name`, `--name=value` or `--no-name`, or in a settings file
     that is the first of them."""
+    from residua.recipes.arguments import flags
     from residua.train.options import read_flat
 
-    flags = (arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--"))
     file = Path(args[0]).expanduser() if args else Path()
     written = read_flat(file) if file.suffix in (".yaml", ".yml") and file.is_file() else {}
-    return {flag.removeprefix("no_") for flag in flags} | written.keys()
+    return {flag.removeprefix("no_") for flag in flags(args)} | written.keys()
 
 
 def layers(given: tuple[str, ...]) -> Any:
@@ -120,6 +121,21 @@ def data_of(model: str) -> str:
     return found
 
 
+def bad_images(model: str, spec: str) -> Any:
+    """What the run did about unreadable images, if these are its own."""
+    from residua.train.options import setting_of, trained_on
+
+    return (setting_of(model, "on_bad_image") if trained_on(model) == spec else None) or "error"
+
+
+def out_file(given: str, name: str) -> Path:
+    """The file that --out names, which is no folder."""
+    out = Path(given).expanduser()
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder: name the file to write, such as {out / name}")
+    return out
+
+
 def quickest_probe(device: str) -> Literal["simple", "lbfgs"]:
     """One layer after the other to its optimum suits a CPU; many small steps for all layers at once, a GPU."""
     return "lbfgs" if device == "cpu" else "simple"
@@ -149,8 +165,13 @@ def warn_shared(splits: Splits) -> None:
 
 
 def decoding(done: int, total: int) -> None:
+    counting(f"decoding {done:,} of {total:,} images", done >= total)
+
+
+def counting(text: str, last: bool) -> None:
+    """A line on a terminal that the next one takes the place of, but for the last."""
     if console.is_terminal:
-        console.print(f"decoding {done:,} of {total:,} images", end="\n" if done >= total else "\r", markup=False)
+        console.print(text, end="\n" if last else "\r", markup=False)
 
 
 def note(text: str) -> None:
@@ -167,7 +188,7 @@ def fail(text: str, status: int = 2) -> int:
 
 
 def show(page: Path, open_it: bool) -> None:
-    console.print(f"page: {page}", markup=False)
+    say(f"page: {page}")
     if open_it:
         webbrowser.open(page.resolve().as_uri())
 
@@ -189,6 +210,15 @@ def announce(session: Session[Any, Any]) -> bool:
         for heading, text in session.lines():
             console.print(f"[bold]{heading:8}[/] {escape(text)}")
     return main
+
+
+def accelerator_of(device: str | None) -> Any:
+    """What connects the processes that share a command (`accelerate launch`); None where it has one alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return None
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=device == "cpu")
 
 
 def device_of(given: str | None) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, subcommand
 
-from .console import console, note, print_nested
+from .console import note, print_nested, say
 
 _SHOWN = 10  # classes
 
@@ -57,7 +57,7 @@ def data(args: list[str]) -> None:
         path = data.preview(
             splits, Path(o.out), n=o.n, img_size=o.img_size, augmented=o.augmented, on_bad_image=o.on_bad_image
         )
-        return console.print(f"written: {path}", markup=False)
+        return say(f"written: {path}")
     found = data.describe(splits)
     print_nested(_shortened(found))
     for part in filter(None, (found["train"], found["test"])):

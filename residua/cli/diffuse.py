@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from residua.recipes.arguments import settings
 
-from .console import Bar, announce, console, decoding, dry_run, note, say, typed
+from .console import Bar, announce, console, counting, decoding, dry_run, note, say, typed
 
 if TYPE_CHECKING:
     from residua.train.diffuse import Diffusion
@@ -111,8 +111,8 @@ class FidMonitor:
 
 def _passing(what: str, done: int, total: int) -> None:
     """Images of the reference on their way through the extractor; of samples the total is not known."""
-    if total and console.is_terminal:
-        console.print(f"{what}: {done:,} of {total:,} images", end="\n" if done >= total else "\r", markup=False)
+    if total:
+        counting(f"{what}: {done:,} of {total:,} images", done >= total)
 
 
 def _closing_words(run: Path | None, picture: Path | None) -> None:

@@ -10,7 +10,22 @@ from typing import Any, Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import console, data_of, device_of, img_size, layers, note, open_any, quickest_probe, say, warn_shared
+from .console import (
+    accelerator_of,
+    bad_images,
+    console,
+    counting,
+    data_of,
+    device_of,
+    img_size,
+    layers,
+    note,
+    open_any,
+    out_file,
+    quickest_probe,
+    say,
+    warn_shared,
+)
 
 
 @dataclass(frozen=True)
@@ -94,11 +109,8 @@ def evaluate(args: list[str]) -> None:
     spec = o.data or data_of(o.model)
     where, chosen = _where(o, spec), _chosen(o, spec, best)
     splits = residua.data.load(spec)
-    accelerator = None
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from accelerate import Accelerator
-
-        accelerator = Accelerator(cpu=o.device == "cpu")
+    accelerator = accelerator_of(o.device)
+    if accelerator is not None:
         device = o.device  # each process has its own unless told
     cache = FeatureCache(_cache_folder(o.model, o.cache_dir), note) if o.cache else None
     if is_diffusion(model):
@@ -115,7 +127,7 @@ def evaluate(args: list[str]) -> None:
     if accelerator is not None and not accelerator.is_main_process:
         return
     if cache is not None:
-        console.print(f"features: {'read from' if not cache.computed else 'kept in'} {cache.folder}", markup=False)
+        say(f"features: {'read from' if not cache.computed else 'kept in'} {cache.folder}")
     warn_shared(splits)
     console.print(report.table())
     if (geometry := report.geometry_table()) is not None:
@@ -130,13 +142,6 @@ def _chosen(o: EvaluateOptions, spec: str, device: str) -> dict[str, Any]:
     return {"probe": probes.get(o.probe, o.probe), "on_bad_image": o.on_bad_image or bad_images(o.model, spec)}
 
 
-def bad_images(model: str, spec: str) -> Any:
-    """What the run did about unreadable images, if these are its own."""
-    from residua.train.options import setting_of, trained_on
-
-    return (setting_of(model, "on_bad_image") if trained_on(model) == spec else None) or "error"
-
-
 def _where(o: EvaluateOptions, spec: str) -> Path | None:
     """The JSON file: the one asked for, or one in the run.
 
@@ -148,10 +153,7 @@ def _where(o: EvaluateOptions, spec: str) -> Path | None:
 
     run = Path(o.model).expanduser()
     if o.out:
-        out = Path(o.out).expanduser()
-        if out.is_dir():
-            raise ValueError(f"--out {out} is a folder: name the file to write, such as {out / 'evaluation.json'}")
-        return out
+        return out_file(o.out, "evaluation.json")
     if not (run / "checkpoints").is_dir():
         return None
     file = run / "evaluation.json"
@@ -196,14 +198,14 @@ def _evaluate_diffusion(
             console.print(grid_table(report, metric))
     if "linear probe" in measured:
         layer, noise = best(report)
-        console.print(f"linear probe {report.value('linear probe'):.1f} % at layer {layer}, {noise}", markup=False)
+        say(f"linear probe {report.value('linear probe'):.1f} % at layer {layer}, {noise}")
     if where is None:
         return say(_NOT_KEPT)
     say(f"written: {report.save(where)}")
     for metric in [metric for metric in MARKED if metric in measured]:
         picture = where.with_name(f"{where.stem}-{metric.split()[-1].lower()}.png")
         drawn = noise_heatmap(grid(report, metric), best(report, metric), f"{metric} (%)")
-        console.print(f"picture: {save(drawn, picture)}", markup=False)
+        say(f"picture: {save(drawn, picture)}")
 
 
 def _cache_folder(model: str, given: str | None) -> Path:
@@ -220,8 +222,7 @@ def _cache_folder(model: str, given: str | None) -> Path:
 
 
 def _probing(done: int, total: int) -> None:
-    if console.is_terminal:
-        console.print(f"probing: epoch {done} of {total}", end="\n" if done >= total else "\r", markup=False)
+    counting(f"probing: epoch {done} of {total}", done >= total)
 
 
 @dataclass(frozen=True)
@@ -267,4 +268,4 @@ def embed(args: list[str]) -> None:
         img_size=img_size(o.img_size), batch_size=o.batch_size, device=device,
         on_bad_image=o.on_bad_image or bad_images(o.model, o.data),
     )  # fmt: skip
-    console.print(f"written: {path}", markup=False)
+    say(f"written: {path}")

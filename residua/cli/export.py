@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import tyro
 from tyro.conf import Positional
 
-from .console import console, note, say
+from .console import note, say
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def export(args: list[str]) -> None:
         libraries = ", ".join(f"{name} {version}" for name, version in checked.versions.items())
         say(f"{written.target}: {written.folder} ({', '.join(written.files)})")
         for name, sizes in checked.summary().items():
-            console.print(f"  {name}: largest relative difference {sizes}", markup=False)
+            say(f"  {name}: largest relative difference {sizes}")
         seen = result.images if written.ran else "its weights alone"
         say(f"  compared on {seen}, by a process with {libraries} and without residua")
         for text in written.notes:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from residua.recipes.arguments import settings
 
-from .console import Bar, announce, console, decoding, dry_run, note, quickest_probe, typed, warn_shared
+from .console import Bar, announce, console, decoding, dry_run, note, quickest_probe, say, typed, warn_shared
 
 if TYPE_CHECKING:
     from residua.train.health import Health
@@ -80,7 +80,7 @@ def _closing_words(model: Any, session: Pretraining) -> None:
     console.print(report.table())
     rank, fresh, pixels = (report.value("entropy rank", who) for who in ("model", "random init", "pixels"))
     console.print(f"entropy rank {rank:.1f} nats (random init {fresh:.1f}, pixels {pixels:.1f}); pictures: {page}")
-    console.print(f'load it:  model = residua.load("{run}")', markup=False)
+    say(f'load it:  model = residua.load("{run}")')
     where, images = (shlex.quote(text) for text in (str(run), session.config.data.data))
-    console.print(f"use it:   residua embed {where} --data {images} --out features.parquet", markup=False)
-    console.print(f"take it:  residua export {where} --to timm", markup=False)
+    say(f"use it:   residua embed {where} --data {images} --out features.parquet")
+    say(f"take it:  residua export {where} --to timm")

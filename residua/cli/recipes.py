@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from .console import console, print_nested
+from .console import console, print_nested, say
 
 
 def recipes(args: list[str]) -> None:
@@ -34,4 +34,4 @@ def recipes(args: list[str]) -> None:
         return
     recipe = get(o.name)
     print_nested({"what": recipe.summary, "cost": recipe.cost, "expect": recipe.expect, "settings": recipe.settings})
-    console.print(f"\nrun it:  residua {recipe.command} {recipe.name}", markup=False)
+    say(f"\nrun it:  residua {recipe.command} {recipe.name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tyro.conf import Positional, arg
 
-from .console import console, device_of, note, say
+from .console import accelerator_of, console, device_of, note, say
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,9 @@ def sample(args: list[str]) -> None:
     planned = plan(o)
     pre = planned.model.preprocessing
     if make(o, planned) and not _is_picture(planned.out) and pre.in_chans in (1, 3):
-        out, data = (shlex.quote(text) for text in (str(planned.out), _trained_on(o.model)))
+        from residua.train.options import trained_on
+
+        out, data = (shlex.quote(text) for text in (str(planned.out), trained_on(o.model) or "DATA"))
         side = " ".join(map(str, dict.fromkeys(pre.img_size)))  # once where height and width are the same
         say(f"score:    residua score {out} --reference {data} --reference-split train --img-size {side}")
 
@@ -90,12 +91,8 @@ def plan(o: SampleOptions) -> Plan:
 
     model = ckpt.load(o.model, ema=o.ema)
     asked = Sampling(o.sampler, o.steps, o.guidance, o.classes, o.seed, o.spacing, o.clip, o.precision, o.compile)
-    accelerator: Any = None
-    device = device_of(o.device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from accelerate import Accelerator
-
-        accelerator = Accelerator(cpu=o.device == "cpu")
+    accelerator, device = accelerator_of(o.device), device_of(o.device)
+    if accelerator is not None:
         device = accelerator.device
     if o.latents:
         attach_autoencoder(model, o.latents, device)
@@ -153,9 +150,3 @@ def _default_out(o: SampleOptions, weights: Path, made: dict[str, Any]) -> Path:
 
 def _is_picture(out: Path) -> bool:
     return out.suffix.lower() == ".png"
-
-
-def _trained_on(model: str) -> str:
-    from residua.train.options import trained_on
-
-    return trained_on(model) or "DATA"

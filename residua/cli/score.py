@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional, arg
 
-from .console import console, device_of, img_size, note
+from .console import console, counting, device_of, img_size, note, out_file, say
 
 if TYPE_CHECKING:
     from residua.evaluate.generative import Planned
@@ -107,13 +107,13 @@ def score(args: list[str]) -> None:
         device=device_of(o.device),
     )  # fmt: skip
     if cache is not None and cache.read + cache.computed:
-        console.print(f"reference: {'kept in' if cache.computed else 'read from'} {cache.folder}", markup=False)
+        say(f"reference: {'kept in' if cache.computed else 'read from'} {cache.folder}")
     result.notes += _missing(samples if isinstance(samples, str) else str(samples.folder))
     console.print(result.table())
     for text in result.notes:
         note(text)
     if where is not None:
-        console.print(f"written: {result.save(where)}", markup=False)
+        say(f"written: {result.save(where)}")
 
 
 def _is_run(samples: str) -> bool:
@@ -172,9 +172,7 @@ def _missing(samples: str) -> list[str]:
 def _out(given: str | None, samples: str | Planned) -> Path | None:
     """Where the JSON goes, looked at before the work starts."""
     if given:
-        out = Path(given).expanduser()
-        if out.is_dir():
-            raise ValueError(f"--out {out} is a folder: name the file to write, such as {out / 'score.json'}")
+        out = out_file(given, "score.json")
         out.parent.mkdir(parents=True, exist_ok=True)
         return out
     if not isinstance(samples, str):
@@ -188,6 +186,5 @@ def _out(given: str | None, samples: str | Planned) -> Path | None:
 
 
 def _progress(what: str, done: int, total: int) -> None:
-    if console.is_terminal:
-        of = f" of {total:,}" if total else ""
-        console.print(f"{what}: {done:,}{of} images", end="\n" if done == total else "\r", markup=False)
+    of = f" of {total:,}" if total else ""
+    counting(f"{what}: {done:,}{of} images", done == total)

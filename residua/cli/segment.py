@@ -9,8 +9,7 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import console, data_of, device_of, img_size, note
-from .evaluate import bad_images
+from .console import bad_images, console, data_of, device_of, img_size, note, say
 
 
 @dataclass(frozen=True)
@@ -77,5 +76,5 @@ def segment(args: list[str]) -> None:
     run = Path(o.model).expanduser()
     where = Path(o.out) if o.out else run / "segmentation.json" if (run / "checkpoints").is_dir() else None
     if where is not None:
-        console.print(f"written: {result.save(where)}", markup=False)
-        console.print(f"picture: {result.save_picture(where.with_suffix('.png'))}", markup=False)
+        say(f"written: {result.save(where)}")
+        say(f"picture: {result.save_picture(where.with_suffix('.png'))}")

@@ -63,7 +63,7 @@ EVALUATE = ("probe", "times", "layers", "k", "limit")
 def sweep(args: list[str]) -> None:
     """A grid of runs."""
     if not args or "--help" in args or "-h" in args:
-        console.print(HELP, markup=False)
+        say(HELP)
         raise SystemExit(0)
     from residua.lock import release
     from residua.recipes.sweep import LOCK

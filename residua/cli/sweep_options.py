@@ -6,9 +6,9 @@ import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import get_args, get_origin
 
-from residua.recipes.arguments import existing
+from residua.recipes.arguments import config_of, existing
 
 
 def parse(args: Sequence[str]) -> tuple[str, str, dict[str, list[str]]]:
@@ -106,10 +106,7 @@ def settings_of(kind: str) -> dict[str, str]:
     import typing
     from dataclasses import fields
 
-    from residua.train import Finetune, Pretrain
-    from residua.train.diffuse_config import Diffuse
-
-    config: Any = {"pretrain": Pretrain, "diffuse": Diffuse, "finetune": Finetune}[kind]()
+    config = config_of(kind)()
     found: dict[str, str] = {}
     for group in fields(config):
         for name, hint in typing.get_type_hints(type(getattr(config, group.name))).items():
@@ -158,16 +155,15 @@ def tune_of(given: list[str], kind: str, taken: Collection[str], free: Collectio
 
 def evaluate_options(after: Mapping[str, list[str]], given: Mapping[str, list[str]]) -> list[str]:
     """Options of `residua evaluate`; the features of many runs would fill a disk, so none are kept."""
-    import torch
     import tyro
 
-    from .console import quickest_probe
+    from .console import device_of, quickest_probe
     from .evaluate import EvaluateOptions
 
     cpu = "cpu" in given
     options = [part for name, values in after.items() for part in (f"--{name}", *values)]
     if "probe" not in after:
-        options += ["--probe", quickest_probe("cpu" if cpu or not torch.cuda.is_available() else "cuda")]
+        options += ["--probe", quickest_probe(device_of("cpu" if cpu else None))]
     options += ["--no-cache", *(["--device", "cpu"] if cpu else [])]
     asked = tyro.cli(EvaluateOptions, args=["run", *options], prog="residua sweep")
     if asked.probe in ("none", "mae"):

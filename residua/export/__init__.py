@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from residua.adapt import is_name, is_own, unwrapped
 from residua.data.errors import did_you_mean
 from residua.export import graph, hub, plain, stock
-from residua.export.clean import LIMIT, Checked, Export, check, real_images, relative
+from residua.export.clean import Checked, Export, check, real_images, relative
 from residua.export.fold import ExportError, Folded, fold_resnet, fold_vit
 from residua.nn import MAE, Classifier, ResNet, ViT
 from residua.train.checkpoint import load, save_model, weights_file
@@ -190,7 +190,7 @@ def _one(
     more = f", subfolder={inside!r}" if inside else ""
     there, here = _where(to, draft) + more, _where(to, place) + more
     written = TARGETS[to][0](model, draft / inside, images, there)
-    checked = check(written, LIMIT)
+    checked = check(written)
     return replace(written, folder=place / inside, loading=written.loading.replace(there, here)), checked
 
 

@@ -107,7 +107,7 @@ class Checked:
         }
 
 
-def check(export: Export, limit: float = LIMIT) -> Checked:
+def check(export: Export) -> Checked:
     """Run the snippet of an export in a clean process and compare."""
     with tempfile.TemporaryDirectory() as place:
         job: dict[str, Any] = {
@@ -134,7 +134,7 @@ def check(export: Export, limit: float = LIMIT) -> Checked:
         for name, (_, ours) in export.wanted.items()
     }
     checked = Checked(differences, json.loads(done.stdout.strip().splitlines()[-1]))
-    if not checked.largest <= limit:
+    if not checked.largest <= LIMIT:
         raise ExportError(f"what {export.target} loads differs from the model by {checked.largest:.1e}: withdrawn")
     return checked
 

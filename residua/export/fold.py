@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from residua.adapt.block import computed_by
 from residua.adapt.encoder import TimmViT, last_linear
+from residua.adapt.folder import norms_of
 from residua.nn import ResNet, ViT
 from residua.nn.shortcut import Decay, Shortcuts
 
@@ -108,16 +109,11 @@ def single_eps_difference(encoder: ViT, folded: Folded, images: Tensor) -> float
     twin: Any = copy.deepcopy(encoder)
     twin.shortcut = Shortcuts(Decay(), encoder.depth).to(images)
     twin.load_state_dict({**folded.state, "shortcut.alpha": twin.shortcut.alpha})
-    for norm in norms_of(twin):
+    for norm in norms_of(twin, twin.norm):
         norm.eps = folded.eps
     ours, theirs = encoder(images).flatten(1), twin(images).flatten(1)
     theirs = theirs * (folded.left if isinstance(encoder.norm, nn.Identity) else 1.0)
     return float(((ours - theirs).abs().amax(1) / ours.abs().amax(1)).max())
-
-
-def norms_of(encoder: Any) -> list[Any]:
-    """The norms that see the stream, in order, the final one last."""
-    return [norm for block in encoder.blocks for norm in (block.norm1, block.norm2)] + [encoder.norm]
 
 
 def fold_resnet(model: ResNet) -> Folded:

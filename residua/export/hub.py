@@ -119,7 +119,7 @@ def _kind(model: nn.Module) -> str:
 
 def _shortcuts(model: nn.Module) -> str:
     shortcut = residual_part(model).shortcut
-    decay, eff = shortcut.decay, float(shortcut.alpha.detach().double().prod())
+    decay, eff = shortcut.decay, shortcut.alpha_eff
     if decay.control != "none":
         what = f"an ablation that scales {'the branch' if decay.control == 'branch' else 'both'} by sqrt(0.5)"
     elif decay.schedule == "learned":

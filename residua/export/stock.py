@@ -39,7 +39,7 @@ def to_timm(model: nn.Module, out: Path, images: Tensor, where: str) -> Export:
     """`model.safetensors` and `config.json`, as on the Hub. `where` is the first argument of `create_model`."""
     encoder = _vit(model, "timm")
     classifier = model if isinstance(model, Classifier) else None
-    folded = fold_vit(encoder, false_if(classifier))
+    folded = fold_vit(encoder, None if classifier is None else False)  # a head norms what it reads, at any scale
     state, (architecture, args) = dict(folded.state), _timm_model(encoder)
     distilled = isinstance(encoder, TimmViT) and "dist_token" in encoder.tokens  # whose pooling is its own
     pool = _POOLS["cls" if distilled else "tokens"]
@@ -97,7 +97,7 @@ def to_timm(model: nn.Module, out: Path, images: Tensor, where: str) -> Export:
     if classifier is not None:
         wanted = {"logits": ("logits", classifier(images))}
         computing = "logits = model(images)"
-        left = _alpha_eff(encoder)
+        left = encoder.shortcut.alpha_eff
         notes: tuple[str, ...] = (
             () if left == 1 else (f"forward_features comes divided by alpha_eff = {left:.3g}; logits do not",)
         )
@@ -161,7 +161,7 @@ def to_transformers(model: nn.Module, out: Path, images: Tensor, where: str) -> 
     encoder = _vit(model, "transformers")
     head = model if isinstance(model, Classifier) and model.readout == "cls" else None
     _plain(encoder)
-    folded = fold_vit(encoder, false_if(head))
+    folded = fold_vit(encoder, None if head is None else False)
     prefix = "vit." if head is not None else ""
     state = _renamed(folded.state, prefix)
     config = _vit_config(encoder, folded, "vit", "ViTForImageClassification" if head is not None else "ViTModel")
@@ -182,32 +182,22 @@ def to_transformers(model: nn.Module, out: Path, images: Tensor, where: str) -> 
     if height != width and pre.crop_mode == "center":
         notes.append(f"transformers' processor stretches whole images to {height} x {width}: without the central crop "
                      f"of {pre.crop_pct:g} and the aspect ratio that the model was given")  # fmt: skip
-    libraries = ("transformers", "torch")
     if head is not None:
-        loading = _auto("AutoModelForImageClassification", where) + each
+        loading, computing = _auto("AutoModelForImageClassification", where), "logits = model(images).logits"
         wanted = {"logits": ("logits", head(images))}
-        return Export(
-            "transformers",
-            out,
-            _files(out),
-            loading,
-            "logits = model(images).logits",
-            {"images": images},
-            wanted,
-            libraries,
-            tuple(notes),
-        )
-    loading = _auto("AutoModel", where, ", add_pooling_layer=False") + each
-    computing = "tokens = model(images).last_hidden_state"
-    if not encoder.final_norm:
-        computing = "tokens = model(images, output_hidden_states=True).hidden_states[-1]"
-        notes.append("last_hidden_state has a LayerNorm that the model was not trained with: read hidden_states[-1]")
-    if isinstance(model, Classifier):
-        notes.append(f"the head is left out: it reads {model.readout}, transformers' reads the class token")
-    wanted = {"tokens": ("tokens", encoder(images))}
-    return Export(
-        "transformers", out, _files(out), loading, computing, {"images": images}, wanted, libraries, tuple(notes)
-    )
+    else:
+        loading = _auto("AutoModel", where, ", add_pooling_layer=False")
+        computing = "tokens = model(images).last_hidden_state"
+        wanted = {"tokens": ("tokens", encoder(images))}
+        if not encoder.final_norm:
+            computing = "tokens = model(images, output_hidden_states=True).hidden_states[-1]"
+            notes.append(
+                "last_hidden_state has a LayerNorm that the model was not trained with: read hidden_states[-1]"
+            )
+        if isinstance(model, Classifier):
+            notes.append(f"the head is left out: it reads {model.readout}, transformers' reads the class token")
+    return Export("transformers", out, _files(out), loading + each, computing, {"images": images}, wanted,
+                  ("transformers", "torch"), tuple(notes))  # fmt: skip
 
 
 def to_vitmae(model: nn.Module, out: Path, images: Tensor, where: str) -> Export:
@@ -399,11 +389,6 @@ def unprepared(model: Any) -> tuple[str, ...]:
             "model.preprocessing before the export",)  # fmt: skip
 
 
-def false_if(head: nn.Module | None) -> bool | None:
-    """The gauge: a classifier norms what it reads, so that the stream's scale is free; else as the encoder needs it."""
-    return None if head is None else False
-
-
 def _vit(model: nn.Module, target: str) -> ViT:
     try:
         return encoder_of(model)
@@ -412,12 +397,8 @@ def _vit(model: nn.Module, target: str) -> ViT:
         raise ExportError(f"{target} has no network like this {type(model).__name__}: {other}") from None
 
 
-def _alpha_eff(encoder: ViT) -> float:
-    return float(encoder.shortcut.alpha.detach().double().prod())
-
-
 def _sign(encoder: ViT) -> float:
-    return 1.0 if _alpha_eff(encoder) > 0 else -1.0
+    return 1.0 if encoder.shortcut.alpha_eff > 0 else -1.0
 
 
 def _prefixed(prefix: str, module: nn.Module) -> dict[str, Tensor]:

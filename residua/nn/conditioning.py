@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from residua.nn.vit import expect_images
+
 
 def time_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
     """`[cos(t w), sin(t w)]` with `w_i = max_period^(-i / half)`, half = dim // 2: (B,) -> (B, dim).
@@ -21,9 +23,7 @@ def time_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
 
 def check_batch(x: Tensor, t: Tensor, in_chans: int, img_size: tuple[int, int]) -> None:
     """A batch of noisy images and its times, or a clear error."""
-    if x.ndim != 4 or x.shape[1:] != (in_chans, *img_size):
-        expected = ", ".join(map(str, ("batch", in_chans, *img_size)))
-        raise ValueError(f"images of shape {tuple(x.shape)} given; expected ({expected})")
+    expect_images(x, in_chans, img_size)
     if t.shape != x.shape[:1]:
         raise ValueError(f"times of shape {tuple(t.shape)} given for {len(x)} images; expected one each")
 

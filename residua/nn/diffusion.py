@@ -193,8 +193,8 @@ def guided(conditional: Denoiser, unconditional: Denoiser, scale: float) -> Deno
     return conditional if scale == 1.0 else denoise
 
 
-def clipped(denoise: Denoiser, process: Process, low: float = -1.0, high: float = 1.0) -> Denoiser:
-    """The same denoiser, its x_0 kept in the range of the data (Ho et al. 2020); t > 0.
+def clipped(denoise: Denoiser, process: Process) -> Denoiser:
+    """The same denoiser, its x_0 kept in [-1, 1], the range of the data (Ho et al. 2020); t > 0.
 
     At high noise a small error of the prediction is a large one of x_0, and would carry x away for good. What is not
     finite becomes NaN: clipped like the rest, an infinite prediction would pass for an image.
@@ -202,7 +202,7 @@ def clipped(denoise: Denoiser, process: Process, low: float = -1.0, high: float 
 
     def kept(x: Tensor, t: Tensor) -> Tensor:
         x_0 = split(process, denoise(x, t), x, t)[0]
-        x_0 = x_0.clamp(low, high).where(x_0.isfinite(), torch.nan)
+        x_0 = x_0.clamp(-1, 1).where(x_0.isfinite(), torch.nan)
         u = _like(t, x)
         eps = (x - process.a(u) * x_0) / process.s(u)
         return target(process, x_0, eps, t)

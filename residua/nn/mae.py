@@ -12,6 +12,7 @@ from residua.nn.stream import Tap
 from residua.nn.vit import (
     Block,
     ViT,
+    expect_images,
     init_weights,
     pair,
     patch_grid,
@@ -244,8 +245,6 @@ class MAE(nn.Module):
         # only visible patches are embedded, and no gradient has to find its way back through the selection
         visible = patches.gather(1, ids_keep.unsqueeze(-1).expand(-1, -1, patches.shape[-1]))
         x = encoder.embed_patches(visible, encoder.positions(encoder.grid)[0, encoder.num_prefix_tokens :][ids_keep])
-        if tap is not None:
-            tap("embed", x)
         wanted = {f"blocks.{i}.mlp": slot for slot, i in enumerate(self.skip_blocks)}
         skips = [x] * len(wanted)
 
@@ -277,9 +276,7 @@ class MAE(nn.Module):
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, predicted patches (B, N, P) and mask (B, N; 1 = hidden)."""
-        if images.ndim != 4 or images.shape[1:] != (self.encoder.in_chans, *self.encoder.img_size):
-            expected = ", ".join(map(str, ("batch", self.encoder.in_chans, *self.encoder.img_size)))
-            raise ValueError(f"images of shape {tuple(images.shape)} given; expected ({expected})")
+        expect_images(images, self.encoder.in_chans, self.encoder.img_size)
         patches = patchify(images, self.patch_size)
         encoded = self._encode(patches, noise)
         pred = self.forward_decoder(encoded)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from residua.nn.shortcut import Decay, Shortcuts
 from residua.nn.stream import Step, Tap, scaled, walk
-from residua.nn.vit import pair
+from residua.nn.vit import expect_images, pair
 
 Kind = Literal["resmlp", "resconv", "resconv_down"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -33,10 +33,6 @@ class UniformBlock(nn.Module):
 
     def branch(self, x: Tensor) -> Tensor:
         return self.norm2(self.layer2(F.relu(self.norm1(self.layer1(x)))))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The block with an ordinary shortcut."""
-        return F.relu(self.branch(x) + (x if self.downsample is None else self.downsample(x)))
 
 
 class UniformNet(nn.Module):
@@ -107,8 +103,7 @@ class UniformNet(nn.Module):
 
     def embed(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) -> stream (B, width) or (B, width, H, W) before the first step."""
-        if images.ndim != 4 or images.shape[1] != self.in_chans:
-            raise ValueError(f"images of shape {tuple(images.shape)} given; expected (batch, {self.in_chans}, h, w)")
+        expect_images(images, self.in_chans)
         if self.kind != "resmlp":
             return self.stem(images)
         if images.shape[2:] != self.img_size:
@@ -127,10 +122,7 @@ class UniformNet(nn.Module):
 
     def forward_features(self, images: Tensor, tap: Tap | None = None, keep: Tensor | None = None) -> Tensor:
         """Images -> the stream after the last block. `keep` (B, depth) scales branches image by image."""
-        x = self.embed(images)
-        if tap is not None:
-            tap("embed", x)
-        return walk(self.steps(), x, tap, keep, recompute=self.grad_checkpointing)
+        return walk(self.steps(), self.embed(images), tap, keep, recompute=self.grad_checkpointing)
 
     def pooled(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
         """Features (B, D) that the head sees."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from residua.nn.shortcut import Decay, Shortcuts
 from residua.nn.stream import Step, Tap, scaled, walk
-from residua.nn.vit import pair
+from residua.nn.vit import expect_images, pair
 
 BlockKind = Literal["basic", "bottleneck"]
 
@@ -34,10 +34,6 @@ class ResidualBlock(nn.Module):
 
     def branch(self, x: Tensor) -> Tensor:
         raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The block with an ordinary shortcut."""
-        return F.relu(self.branch(x) + (x if self.downsample is None else self.downsample(x)))
 
 
 class BasicBlock(ResidualBlock):
@@ -141,8 +137,7 @@ class ResNet(nn.Module):
 
     def embed(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) -> stream (B, width, h, w) before the first step."""
-        if images.ndim != 4 or images.shape[1] != self.in_chans:
-            raise ValueError(f"images of shape {tuple(images.shape)} given; expected (batch, {self.in_chans}, h, w)")
+        expect_images(images, self.in_chans)
         x = F.relu(self.bn1(self.conv1(images)))
         return x if self.small_stem else F.max_pool2d(x, 3, stride=2, padding=1)
 
@@ -160,10 +155,7 @@ class ResNet(nn.Module):
 
     def forward_features(self, images: Tensor, tap: Tap | None = None, keep: Tensor | None = None) -> Tensor:
         """Images -> the last stage's maps (B, D, h, w). `keep` (B, blocks) scales branches image by image."""
-        x = self.embed(images)
-        if tap is not None:
-            tap("embed", x)
-        return walk(self.steps(), x, tap, keep)
+        return walk(self.steps(), self.embed(images), tap, keep)
 
     def pooled(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
         """Features (B, D) that the head sees."""

@@ -169,6 +169,11 @@ class Shortcuts(nn.Module):
         else:
             self.register_buffer("alpha", values)
 
+    @property
+    def alpha_eff(self) -> float:
+        """What survives of the input at the end: the product of all alphas."""
+        return float(self.alpha.detach().double().prod())
+
     @torch.no_grad()
     def set_strength(self, strength: float) -> None:
         """Annealing: 0 is an ordinary residual network, 1 the full decay."""
@@ -187,4 +192,4 @@ class Shortcuts(nn.Module):
         self.set_decay(replace(Decay(), schedule=self.decay.schedule))
 
     def extra_repr(self) -> str:
-        return f"{self.decay}, alpha_eff={float(self.alpha.detach().double().prod()):.2g}"
+        return f"{self.decay}, alpha_eff={self.alpha_eff:.2g}"

@@ -231,8 +231,6 @@ class SiT(nn.Module):
     def _run(self, x: Tensor, t: Tensor, y: Tensor | None, tap: Tap | None) -> tuple[Tensor, Tensor]:
         """Tokens (B, N, D) after the last block, and the conditioning (B, D)."""
         stream, c = self.embed(x, t), self.condition(t, y)
-        if tap is not None:
-            tap("embed", stream)
         return walk(self._steps(c), stream, tap, None, recompute=self.grad_checkpointing), c
 
     def forward_features(self, x: Tensor, t: Tensor, y: Tensor | None = None, tap: Tap | None = None) -> Tensor:

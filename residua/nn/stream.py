@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from residua.nn.shortcut import Decay, Shortcuts, scaled_add
 
 Tap = Callable[[str, Tensor], None]
-"""Called with a name and the stream after each step: `taps = {}; model.forward_features(x, tap=taps.__setitem__)`."""
+"""Called with a name and the stream, before the first step and after each:
+`taps = {}; model.forward_features(x, tap=taps.__setitem__)`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +71,11 @@ def _scaled(branch: Callable[[Tensor], Tensor], scale: float | Tensor, x: Tensor
 def walk(steps: Sequence[Step], x: Tensor, tap: Tap | None, keep: Tensor | None, recompute: bool = False) -> Tensor:
     """Carry a stream through steps. `keep` (B, steps) scales every branch of every image: 0 drops it.
 
-    `recompute` keeps nothing inside a step for the backward pass.
+    `tap` first sees the stream as it comes, under the name `embed`. `recompute` keeps nothing inside a step for the
+    backward pass.
     """
+    if tap is not None:
+        tap("embed", x)
     sources = {step.skip.source for step in steps if step.skip is not None}
     kept: dict[str, Tensor] = {}
     for k, step in enumerate(steps):

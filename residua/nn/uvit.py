@@ -156,10 +156,7 @@ class UViT(nn.Module):
 
     def forward_features(self, x: Tensor, t: Tensor, y: Tensor | None = None, tap: Tap | None = None) -> Tensor:
         """Tokens (B, T, D) after the last block and the final norm, in the order label, time, patches."""
-        stream = self.embed(x, t, y)
-        if tap is not None:
-            tap("embed", stream)
-        return self.norm(walk(self.steps(), stream, tap, None, recompute=self.grad_checkpointing))
+        return self.norm(walk(self.steps(), self.embed(x, t, y), tap, None, recompute=self.grad_checkpointing))
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
         """Noisy images (B, C, H, W), the process's time input (B,), labels (B,) -> prediction (B, C, H, W).

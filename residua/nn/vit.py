@@ -41,6 +41,13 @@ def patch_grid(img_size: int | tuple[int, int], patch_size: int | tuple[int, int
     return height // ph, width // pw
 
 
+def expect_images(images: Tensor, in_chans: int, img_size: tuple[int, int] | None = None) -> None:
+    """A batch of images, of this size where one is given, or a clear error."""
+    if images.ndim != 4 or images.shape[1:] != (in_chans, *(img_size or images.shape[2:])):
+        expected = ", ".join(map(str, ("batch", in_chans, *(img_size or ("h", "w")))))
+        raise ValueError(f"images of shape {tuple(images.shape)} given; expected ({expected})")
+
+
 def sincos_positions(grid: tuple[int, int], dim: int) -> Tensor:
     """Fixed 2-D sine-cosine positions with a zero row for the class token, (1, 1 + rows * cols, dim)."""
     if dim % 4:
@@ -224,10 +231,9 @@ class ViT(nn.Module):
 
     def embed(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) -> stream (B, 1 + N, D) before the first step."""
-        if images.ndim != 4 or images.shape[1] != self.in_chans:
-            raise ValueError(f"images of shape {tuple(images.shape)} given; expected (batch, {self.in_chans}, h, w)")
+        expect_images(images, self.in_chans)
         grid = patch_grid((images.shape[2], images.shape[3]), self.patch_size)
-        return self.embed_patches(patchify(images, self.patch_size), self.positions(grid)[:, 1:])
+        return self.embed_patches(patchify(images, self.patch_size), self.positions(grid)[:, self.num_prefix_tokens :])
 
     def steps(self) -> list[Step]:
         """Two steps a block: attention, then MLP."""
@@ -247,10 +253,7 @@ class ViT(nn.Module):
 
     def forward_features(self, images: Tensor, tap: Tap | None = None, keep: Tensor | None = None) -> Tensor:
         """Images -> tokens (B, 1 + N, D) after the last block and, where there is one, the final norm."""
-        x = self.embed(images)
-        if tap is not None:
-            tap("embed", x)
-        return self.norm(self.run(x, tap, keep))
+        return self.norm(self.run(self.embed(images), tap, keep))
 
     def forward(self, images: Tensor) -> Tensor:
         return self.forward_features(images)

@@ -37,11 +37,9 @@ class Recipe:
     @property
     def config(self) -> Any:
         """Settings of the command: a `Pretrain` or a `Diffuse`."""
-        from residua.train.config import Pretrain
-        from residua.train.diffuse_config import Diffuse
+        from residua.recipes.arguments import config_of
 
-        kind = {"pretrain": Pretrain, "diffuse": Diffuse}[self.command]
-        return kind().override(**self.settings)
+        return config_of(self.command)().override(**self.settings)
 
 
 RECIPES = {

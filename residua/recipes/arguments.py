@@ -7,7 +7,6 @@ import io
 import itertools
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,9 +34,14 @@ def settings(kind: Any, args: list[str], command: Literal["pretrain", "diffuse"]
     )  # fmt: skip
 
 
+def flags(args: Sequence[str]) -> set[str]:
+    """Names of the settings that stand in arguments as `--name` or `--name=value`."""
+    return {arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")}
+
+
 def _instead(default: Any, args: list[str]) -> Any:
     """A recipe without the settings that those given take the place of; giving both is an error."""
-    given = {arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")}
+    given = flags(args)
     for name, (other, neutral) in INSTEAD.items():
         if {name, other} <= given:
             raise ValueError(f"give --{name.replace('_', '-')} or --{other.replace('_', '-')}, not both")
@@ -66,6 +70,13 @@ def finetune_settings(args: list[str]) -> Any:
     )  # fmt: skip
 
 
+def config_of(command: str) -> Any:
+    """The class of a command's settings."""
+    from residua import train
+
+    return {"pretrain": train.Pretrain, "diffuse": train.Diffuse, "finetune": train.Finetune}[command]
+
+
 def existing(path: str) -> Path:
     file = Path(path).expanduser()
     if not file.exists():
@@ -83,7 +94,7 @@ def read(command: Kind, args: Sequence[str]) -> Any:
 
     config = _parse(command, args)
     check(_rules(command, config))
-    asked = {f.name: getattr(config.shortcut, f.name) for f in fields(Decay)}
+    asked = config.shortcut.decay()
     Decay(**asked | ({"alpha_min": 1.0} if asked["alpha_min"] == "auto" else {}))
     return config
 
@@ -100,15 +111,12 @@ def value_of(command: Kind, name: str, *values: str) -> Any:
 
 def _parse(command: Kind, args: Sequence[str]) -> Any:
     """By the command's own parser, whose words on what is wrong become a ValueError of one line."""
-    from residua.train import Pretrain
-    from residua.train.diffuse_config import Diffuse
-
     said = io.StringIO()
     try:
         with redirect_stderr(said):
             if command == "finetune":
                 return finetune_settings(list(args))
-            return settings(Diffuse if command == "diffuse" else Pretrain, list(args), command, "")
+            return settings(config_of(command), list(args), command, "")
     except SystemExit:
         raise ValueError(_reason(said.getvalue())) from None
 

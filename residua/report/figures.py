@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from itertools import cycle
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -90,7 +91,7 @@ def depth_curves(
     figure, axes = new_axes("block", f"{metric} ({unit})" if unit else metric)
     for name, style in run_styles(runs).items():
         _draw_curve(axes, runs[name], label=label(name), **style)
-    for (name, value), dashes in zip((baselines or {}).items(), _cycle((":", "--", "-."))):
+    for (name, value), dashes in zip((baselines or {}).items(), cycle((":", "--", "-."))):
         if isinstance(value, Mapping):
             style = {"marker": ".", "markersize": 5} if len(value) == 1 else {}
             _draw_curve(axes, value, label=label(name), color=REFERENCE, linestyle=dashes, **style)
@@ -303,8 +304,3 @@ def label(name: str, most: int = 24) -> str:
 
 def _short(name: str, most: int = 24) -> str:
     return name if len(name) <= most else f"{name[: most - 9]}…{name[-8:]}"
-
-
-def _cycle(items: Sequence[str]) -> Iterable[str]:
-    while True:
-        yield from items

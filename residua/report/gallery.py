@@ -24,12 +24,13 @@ from residua.data import Splits
 from residua.data import load as load_data
 from residua.evaluate import extract, neighbor_images
 from residua.evaluate.attention_maps import attention_weights, class_attention
-from residua.evaluate.dynamics import NORM, Dynamics, Runs, norm_history
+from residua.evaluate.dynamics import NORM, Runs, norm_history
 from residua.evaluate.features import frozen, preprocessing_of
 from residua.evaluate.featureset import Readout
 from residua.evaluate.maps import BASES, Basis, block_index, patch_colors, project_classes, sample_images
 from residua.evaluate.neighbors import Neighbors, neighbors_of
 from residua.nn import MAE, encoder_of
+from residua.nn.classifier import pool
 from residua.report import curves, figures, pictures
 from residua.train.checkpoint import load
 
@@ -136,11 +137,6 @@ def norms(runs: Runs, data: str | Splits, *, images: int = 32, most: int = 12) -
     found = norm_history(runs, _splits(data), images=images, most=most)
     if not found.points:
         raise ValueError("; ".join(found.notes) or "these runs have no checkpoints")
-    return norm_figure(found)
-
-
-def norm_figure(found: Dynamics) -> Figure:
-    """The norms of a `Dynamics`."""
     return curves.norm_curves({run: found.by_layer(NORM, run) for run in found.runs})
 
 
@@ -180,9 +176,7 @@ def _pooled(model: nn.Module, images: Tensor, readout: Readout) -> Tensor:
     """Last-block features (N, D) of a few images at hand."""
     encoder = encoder_of(model)
     with frozen(model) as device:
-        tokens = encoder.forward_features(images.to(device)).float().cpu()
-    patches = tokens[:, encoder.num_prefix_tokens :]
-    return {"cls": tokens[:, 0], "patches": patches.mean(1), "tokens": tokens.mean(1)}[readout]
+        return pool(encoder.forward_features(images.to(device)), readout, encoder.num_prefix_tokens).cpu()
 
 
 def _without(row: Tensor, number: int) -> Tensor:

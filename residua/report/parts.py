@@ -99,7 +99,7 @@ def attempt(page: Page) -> Iterator[None]:
         page.paragraph(f"Not drawn: {error}", note=True)
 
 
-def look(page: Page, models: Mapping[str, MAE], splits: Splits, count: int = 8, basis: Basis = "components") -> None:
+def look(page: Page, models: Mapping[str, MAE], splits: Splits, basis: Basis = "components") -> None:
     """Reconstructions, patch features and attention of models that take the same images."""
     first = next(iter(models.values()))
     note = pictures.channels_note(first.encoder.in_chans)
@@ -108,7 +108,7 @@ def look(page: Page, models: Mapping[str, MAE], splits: Splits, count: int = 8, 
     if any(model.norm_pix for model in models.values()):
         how += " Patches are predicted up to their mean and contrast, which are borrowed from the truth here."
     with attempt(page):
-        page.figures((gallery.reconstructions(models, splits, count=count), how + note))
+        page.figures((gallery.reconstructions(models, splits), how + note))
     page.heading("Feature maps")
     text = (
         f"Patch features of the last block, their first three {BASES[basis]} as red, green and blue. One basis is "
@@ -116,14 +116,14 @@ def look(page: Page, models: Mapping[str, MAE], splits: Splits, count: int = 8, 
         "cannot be compared."
     )
     with attempt(page):
-        page.figures((gallery.patch_maps(models, splits, count=count, basis=basis), text + note))
+        page.figures((gallery.patch_maps(models, splits, basis=basis), text + note))
     page.heading("Attention")
     text = (
         "How much the class token of the last block attends to each patch, mean over heads, all patches visible; "
         "every picture from its least (dark) to its greatest weight (bright)."
     )
     with attempt(page):
-        page.figures((gallery.attention(models, splits, count=count), text + note))
+        page.figures((gallery.attention(models, splits), text + note))
 
 
 def plane(page: Page, models: Mapping[str, MAE], splits: Splits, seed: int = 0) -> None:

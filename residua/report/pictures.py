@@ -36,9 +36,8 @@ def reconstruct(models: Mapping[str, MAE], images: Tensor, source: Source, seed:
         if not filled.isfinite().all():
             raise ValueError(f"what {name} fills in is not finite; did training diverge?")
         if "masked" not in rows:
-            shown = displayable(truth, limits)
             hidden = mask.cpu().permute(0, 2, 3, 1).numpy()
-            rows["masked"] = shown * (1 - hidden) + HIDDEN * hidden
+            rows["masked"] = rows["truth"] * (1 - hidden) + HIDDEN * hidden
         rows[name] = displayable(own.denormalize(filled.float().cpu()), limits)
     return rows
 

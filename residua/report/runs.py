@@ -1,4 +1,4 @@
-"""Runs as reports see them: folders that pretraining wrote, read back."""
+"""Runs as reports see them: folders that training wrote, read back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SUBJECTS = (MODEL, RANDOM, PIXELS)
 
 
 class NotARun(ValueError):
-    """A folder that no pretraining wrote, or one that cannot be read."""
+    """A folder that no training wrote, or one that cannot be read."""
 
 
 @dataclass

@@ -32,6 +32,7 @@ from residua.adapt.folder import (
     assumed,
     config_of,
     img_size_in,
+    norms_of,
     preprocessing_in,
 )
 from residua.adapt.names import read_weights
@@ -339,8 +340,7 @@ def _set_each_eps(model: Any, values: Sequence[float]) -> None:
     """Of folded weights that one eps for all norms is not right for."""
     encoder = getattr(model, "encoder", model)
     if values:
-        norms = [norm for block in encoder.blocks for norm in (block.norm1, block.norm2)] + [encoder.norm]
-        for norm, eps in zip(norms, values):
+        for norm, eps in zip(norms_of(encoder, encoder.norm), values):
             norm.eps = eps
 
 

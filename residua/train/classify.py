@@ -17,7 +17,8 @@ from residua import data
 from residua.adapt import is_name
 from residua.adapt.encoder import create_model
 from residua.data import Batch, DataError, Preprocessing, Source, Splits, mixing
-from residua.nn import Classifier, Decay, ResNet, Shortcuts, UniformNet
+from residua.nn import Classifier, ResNet, Shortcuts, UniformNet
+from residua.nn.stream import residual_part
 from residua.train import checkpoint as ckpt
 from residua.train.finetune_config import (
     Finetune,
@@ -35,6 +36,7 @@ from residua.train.optim import UNDECAYED, Groups
 from residua.train.options import DataConfig, check_place, setting_of, trained_on
 from residua.train.processes import agreed, in_turn
 from residua.train.session import (
+    Augmentation,
     Lines,
     Session,
     check_batch,
@@ -52,7 +54,7 @@ from residua.train.session import (
 READOUTS = {"patches": "mean of patches", "tokens": "mean of all tokens", "cls": "class token"}
 
 
-class Labelling:
+class Labelling(Augmentation):
     """The objective: crop, flip, erase and mix images, and predict the labels mixed likewise.
 
     All chance depends on seed, epoch and image alone: strengths, boxes and noise of an image, and which of the
@@ -69,11 +71,9 @@ class Labelling:
         shortcut: Shortcuts,
         seed: int,
     ) -> None:
-        assert images.scale != "auto"
-        self.img_size, self.scale, self.flip = preprocessing.img_size, images.scale, images.flip
-        self.labels, self.classes, self.seed = labels, classes, seed
         device = labels.device
-        self.mean, self.std = (torch.tensor(v, device=device) for v in (preprocessing.mean, preprocessing.std))
+        super().__init__(images, preprocessing, seed, device)
+        self.labels, self.classes = labels, classes
         off: Any = {name: value or None for name, value in asdict(regular).items()}
         self.erasing, self.smoothing = off["erasing"], off["smoothing"] or 0.0
         strengths = (off["mixup"], off["cutmix"])
@@ -88,16 +88,13 @@ class Labelling:
     def view(self, batch: Batch, epochs: Tensor) -> tuple[Tensor, Tensor]:
         """Augmented images (B, C, h, w) and the probabilities (B, classes) to predict for them."""
         with torch.autocast(batch.pixels.device.type, enabled=False):
-            x = data.train_view(
-                batch, self.img_size, self.mean, self.std, seed=self.seed, epoch=epochs, scale=self.scale,
-                flip=self.flip,
-            )  # fmt: skip
+            x = self.cropped(batch, epochs)
             if self.erasing:
-                boxes = mixing.erase_boxes(self._uniform(batch, epochs, mixing.ERASE_LANES, "erase"), self.img_size,
+                boxes = mixing.erase_boxes(self.uniform(batch, epochs, mixing.ERASE_LANES, "erase"), self.img_size,
                                            self.erasing)  # fmt: skip
-                noise = mixing.normal(self._uniform(batch, epochs, x[0].numel(), "noise"))
+                noise = mixing.normal(self.uniform(batch, epochs, x[0].numel(), "noise"))
                 x = mixing.erase(x, boxes, noise.view_as(x))
-            u = self._uniform(batch, epochs, mixing.MIX_LANES, "mix")
+            u = self.uniform(batch, epochs, mixing.MIX_LANES, "mix")
             weights = mixing.mix_weights(u, self.img_size, self.mixup, self.cutmix)
             if self.together > 1:
                 x = mixing.mix(x, weights)
@@ -108,11 +105,8 @@ class Labelling:
         """Scale of every branch for every image (B, steps): 0 where it is dropped, else 1 / (1 - rate)."""
         if self.dropping is None:
             return None
-        u = self._uniform(batch, epochs, len(self.dropping), "drop path")
+        u = self.uniform(batch, epochs, len(self.dropping), "drop path")
         return (u >= self.dropping) / (1 - self.dropping)
-
-    def _uniform(self, batch: Batch, epochs: Tensor, n: int, stream: str) -> Tensor:
-        return data.rng.uniform(self.seed, epochs, batch.index, n, stream)
 
     def __call__(self, model: nn.Module, batch: Batch, epochs: Tensor) -> Tensor:
         images, targets = self.view(batch, epochs)
@@ -126,8 +120,9 @@ class Classification(Session[Finetune, Any]):
         labels = torch.from_numpy(self.feed.source.labels).to(self.accelerator.device)
         c = self.config
         return Labelling(
-            c.regular, c.data, self.preprocessing, labels, self.model.num_classes, shortcut_of(self.model), c.optim.seed
-        )
+            c.regular, c.data, self.preprocessing, labels, self.model.num_classes, residual_part(self.model).shortcut,
+            c.optim.seed,
+        )  # fmt: skip
 
     def groups(self) -> Groups | None:
         o = self.config.optim
@@ -159,8 +154,7 @@ class Classification(Session[Finetune, Any]):
 
     def _describe_model(self) -> str:
         model, name = self.model, self.config.network.model
-        shortcut = shortcut_of(model)
-        alpha = shortcut.alpha.detach().double()
+        shortcut = residual_part(model).shortcut
         kind = "ViT" if isinstance(model, Classifier) else type(model).__name__
         origin = ""
         if name is not None:
@@ -169,13 +163,8 @@ class Classification(Session[Finetune, Any]):
         head = f", read-out: {READOUTS[model.readout]}" if isinstance(model, Classifier) else ""
         return (
             f"{kind} ({count_parameters(model) / 1e6:.1f} M, {shortcut.depth} blocks){origin}, "
-            f"alpha_min {float(alpha.min().float()):.3g} (alpha_eff {float(alpha.prod()):.2g}){head}"
+            f"alpha_min {float(shortcut.alpha.detach().min()):.3g} (alpha_eff {shortcut.alpha_eff:.2g}){head}"
         )
-
-
-def shortcut_of(model: nn.Module) -> Shortcuts:
-    body: Any = getattr(model, "encoder", model)
-    return body.shortcut
 
 
 def prepare(
@@ -242,12 +231,11 @@ def build_model(config: Finetune, start: Start, source: Source) -> Any:
     classes = source.classes or [str(i) for i in range(int(source.labels.max()) + 1)]
     network, given = config.network, {"img_size": config.data.img_size, "num_classes": len(classes)}
     if isinstance(start, str):
-        decay = {name: value for name, value in asdict(config.shortcut).items() if name in asdict(Decay())}
         own = {name: getattr(network, name) for name in own_shape(start)}
         shape: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
         if not is_resnet(start):
             shape["readout"] = network.readout
-        model: Any = create_model(start, in_chans=source.channels, **given, **shape, **decay)
+        model: Any = create_model(start, in_chans=source.channels, **given, **shape, **config.shortcut.decay())
     else:
         body = body_of(start)
         if body.in_chans != source.channels:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from residua.adapt.encoder import create_model, shape_of
 from residua.data import Source
 from residua.nn import MAE
 from residua.nn.mae import DECODERS
-from residua.nn.shortcut import Decay
 from residua.nn.vit import SIZES
 from residua.train.options import (
     Auto,
@@ -28,6 +27,7 @@ from residua.train.options import (
     check_images,
     common_rules,
     machine_choices,
+    positive,
 )
 
 Size = Literal["nano", "tiny", "small", "base", "large"]
@@ -141,14 +141,12 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
 def rules(config: Pretrain) -> list[Rule]:
     """What has to hold."""
     m, o = config.model, config.optim
-    sizes = ("embed_dim", "depth", "num_heads", "decoder_embed_dim", "decoder_depth", "decoder_num_heads")
-    given = {name: getattr(m, name) for name in sizes}
     return [
         *common_rules(config.data, o, config.shortcut, config.machine),
         ("weight_decay", o.weight_decay, o.weight_decay >= 0, "0 or more"),
         ("mask_ratio", m.mask_ratio, 0 < m.mask_ratio < 1, "a share of the patches between 0 and 1"),
-        ("patch_size", m.patch_size, m.patch_size == "auto" or m.patch_size > 0, "a positive number"),
-        *((name, size, size is None or size > 0, "a positive number") for name, size in given.items()),
+        *positive(m, "patch_size", "embed_dim", "depth", "num_heads"),
+        *positive(m, "decoder_embed_dim", "decoder_depth", "decoder_num_heads"),
     ]
 
 
@@ -176,12 +174,11 @@ def build_model(config: Pretrain, in_chans: int, begun: bool = False) -> MAE:
     for name, value in sizes.items():
         own = getattr(m, name)
         shape[name] = value if own is None else own
-    decay = {f.name: getattr(config.shortcut, f.name) for f in fields(Decay)}
     named = {"encoder": m.encoder, "weights": "random" if begun else m.encoder_weights} if m.encoder else {}
     model = create_model(
         "mae_timm_vit" if m.encoder else "mae_vit", **named, img_size=config.data.img_size, patch_size=m.patch_size,
         in_chans=in_chans, decoder=m.decoder, mask_ratio=m.mask_ratio, norm_pix=m.norm_pix, zero_init=m.zero_init,
-        **shape, **decay,
+        **shape, **config.shortcut.decay(),
     )  # fmt: skip
     assert isinstance(model, MAE)
     return model

@@ -29,6 +29,7 @@ from residua.train.machine import count_parameters, training_flops
 from residua.train.processes import agreed, in_turn
 from residua.train.sample import Sampling, grid_image, sample, save_png
 from residua.train.session import (
+    Augmentation,
     Lines,
     Session,
     check_batch,
@@ -45,7 +46,7 @@ GRID = Sampling(sampler="dpm-solver", steps=50)
 PROCESS = {"vp": "variance preserving, predicts noise", "flow": "straight path, predicts velocity"}
 
 
-class Denoising:
+class Denoising(Augmentation):
     """The objective: `|| model(x_t, t, y) - target ||^2`, its mean over pixels and images, `x_t = a(t) x_0 + s(t) eps`.
 
     t is uniform in (0, 1), eps normal. All chance (time, noise, crop, flip, whether the label is told) depends on seed,
@@ -64,14 +65,9 @@ class Denoising:
         space: LatentSpace | None = None,
         full: bool = False,
     ) -> None:
-        assert config.data.scale != "auto"
+        super().__init__(config.data, preprocessing, config.optim.seed, device)
         self.process, self.labels, self.classes, self.space = process, labels, classes, space
-        self.seed, self.flip, self.scale = config.optim.seed, config.data.flip, config.data.scale
-        self.dropout, self.img_size, self.full = config.model.label_dropout, preprocessing.img_size, full
-        self.mean, self.std = (torch.tensor(v, device=device) for v in (preprocessing.mean, preprocessing.std))
-
-    def _uniform(self, batch: Batch, epochs: Tensor, n: int, stream: str) -> Tensor:
-        return data.rng.uniform(self.seed, epochs, batch.index, n, stream)
+        self.dropout, self.full = config.model.label_dropout, full
 
     def view(self, batch: Batch, epochs: Tensor) -> Tensor:
         """x_0: images (B, C, h, w) in [-1, 1], or latents."""
@@ -81,11 +77,8 @@ class Denoising:
                 batch, space.channels, space.shift, space.scale, seed=self.seed, epoch=epochs, flip=self.flip
             )
         if self.scale != (1.0, 1.0):
-            return data.train_view(
-                batch, self.img_size, self.mean, self.std, seed=self.seed, epoch=epochs, scale=self.scale,
-                flip=self.flip,
-            )  # fmt: skip
-        mirrored = self._uniform(batch, epochs, 1, "flip")[:, 0] < 0.5 if self.flip else None
+            return self.cropped(batch, epochs)
+        mirrored = self.uniform(batch, epochs, 1, "flip")[:, 0] < 0.5 if self.flip else None
         if not self.full or batch.pixels.shape[2:] != self.img_size:
             return data.center_view(batch, self.img_size, self.mean, self.std, flip=mirrored)
         x = batch.pixels.float()
@@ -98,11 +91,11 @@ class Denoising:
         """x_0, eps (B, C, h, w), t (B,), and labels (B,) where the model takes them."""
         with torch.autocast(batch.pixels.device.type, enabled=False):
             x_0 = self.view(batch, epochs)
-            eps = mixing.normal(self._uniform(batch, epochs, x_0[0].numel(), "noise")).view_as(x_0)
-            t = self._uniform(batch, epochs, 1, "time")[:, 0].clamp(min=2.0**-24)
+            eps = mixing.normal(self.uniform(batch, epochs, x_0[0].numel(), "noise")).view_as(x_0)
+            t = self.uniform(batch, epochs, 1, "time")[:, 0].clamp(min=2.0**-24)
             if self.labels is None:
                 return x_0, eps, t, None
-            u = self._uniform(batch, epochs, 1, "label")[:, 0]
+            u = self.uniform(batch, epochs, 1, "label")[:, 0]
             return x_0, eps, t, drop_labels(self.labels[batch.index], u, self.dropout, self.classes)
 
     def __call__(self, model: nn.Module, batch: Batch, epochs: Tensor) -> Tensor:
@@ -160,20 +153,14 @@ class Diffusion(Session[Diffuse, Any]):
 
     def lines(self) -> Lines:
         c, o, m = self.config, self.config.optim, self.config.model
-        alpha = self.model.shortcut.alpha.detach().double()
         told = f"{self.model.num_classes} classes" if self.model.num_classes else "no labels"
         name = {"uvit": "U-ViT", "sit": "SiT"}[m.network]
-        fading = f"alpha_min {float(alpha.min().float()):.3g} (alpha_eff {float(alpha.prod()):.2g})"
-        if c.shortcut.control != "none":
-            fading = f"control: {c.shortcut.control} scaled by sqrt(0.5)"
-        if c.shortcut.anneal:
-            fading += f", annealed over {100 * c.shortcut.anneal:.0f} % of the steps"
         space = getattr(self.model, "autoencoder", None)
         inner = f", latents {space.channels} x {self.model.img_size[0]} x {self.model.img_size[1]}" if space else ""
         rate = "then constant" if o.lr_schedule == "constant" else "then cosine to 0"
         return [
             ("data", self._data_line(f"{c.data.img_size} px{inner}, patch {m.patch_size}")),
-            ("model", f"{name}-{m.size} ({count_parameters(self.model) / 1e6:.1f} M), {fading}"),
+            ("model", f"{name}-{m.size} ({count_parameters(self.model) / 1e6:.1f} M), {self._fading()}"),
             ("process", f"{PROCESS[str(m.process)]}; told: {told}" + (
                 f", {100 * m.label_dropout:.0f} % of them dropped" if self.model.num_classes else "")),
             ("steps", f"{o.steps:,} of {o.batch_size} images ({o.epochs:.4g} epochs), rate {o.lr:.2g}, {rate}; "

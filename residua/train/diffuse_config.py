@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from residua.data import DataError, Source
 from residua.data.autoencoder import LatentSpace
 from residua.nn import create_model
-from residua.nn.shortcut import Decay
 from residua.nn.sit import SITS
 from residua.nn.uvit import UVITS
 from residua.train.optim import LrSchedule
@@ -28,6 +27,7 @@ from residua.train.options import (
     check_images,
     common_rules,
     machine_choices,
+    positive,
 )
 
 Size = Literal["nano", "tiny", "small", "mid", "base", "large", "huge", "xlarge"]
@@ -175,11 +175,10 @@ def build_model(config: Diffuse, in_chans: int, classes: int | None, factor: int
     m = config.model
     assert isinstance(config.data.img_size, int)
     shape = {name: getattr(m, name) or value for name, value in SIZES[m.network][m.size].items()}
-    decay = {f.name: getattr(config.shortcut, f.name) for f in fields(Decay)}
     own = {"skips": m.skips} if m.network == "sit" else {}
     return create_model(
         m.network, img_size=config.data.img_size // factor, patch_size=m.patch_size, in_chans=in_chans,
-        num_classes=classes, zero_init=m.zero_init, **shape, **decay, **own,
+        num_classes=classes, zero_init=m.zero_init, **shape, **config.shortcut.decay(), **own,
     )  # fmt: skip
 
 
@@ -194,10 +193,7 @@ def rules(config: Diffuse) -> list[Rule]:
         ("scale", d.scale, not m.latents or d.scale in ("auto", (1.0, 1.0)), "1 1: latents are of the central square"),
         ("label_dropout", m.label_dropout, 0 <= m.label_dropout < 1, "a share in [0, 1)"),
         ("skips", m.skips, m.skips or m.network == "sit", "true: a U-ViT is made of them"),
-        ("patch_size", m.patch_size, m.patch_size == "auto" or m.patch_size > 0, "a positive number"),
-        ("embed_dim", m.embed_dim, m.embed_dim is None or m.embed_dim > 0, "a positive number"),
-        ("depth", m.depth, m.depth is None or m.depth > 0, "a positive number"),
-        ("num_heads", m.num_heads, m.num_heads is None or m.num_heads > 0, "a positive number"),
+        *positive(m, "patch_size", "embed_dim", "depth", "num_heads"),
         ("sample_every", k.sample_every, 0 <= (k.sample_every or 0) < math.inf, "a number of epochs, or 0 for none"),
         ("samples", k.samples, k.samples > 0, "a positive number"),
         ("fid_every", k.fid_every, k.fid_every is None or 0 < k.fid_every < math.inf, "a positive number of epochs"),

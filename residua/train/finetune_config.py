@@ -32,6 +32,7 @@ from residua.train.options import (
     check_images,
     common_rules,
     machine_choices,
+    positive,
 )
 
 Start: TypeAlias = nn.Module | str
@@ -255,10 +256,8 @@ def rules(config: Finetune) -> list[Rule]:
     found += [
         ("weight_decay", decays[0], decays[0] == "auto" or decays[0] >= 0, "0 or more"),
         ("layer_decay", decays[1], decays[1] == "auto" or 0 < decays[1] <= 1, "a factor in (0, 1]"),
-        ("patch_size", m.patch_size, m.patch_size == "auto" or m.patch_size > 0, "a positive number"),
         ("stages", m.stages, m.stages is None or min(m.stages) > 0, "four positive numbers"),
-        ("depth", m.depth, m.depth is None or m.depth > 0, "a positive number"),
-        ("width", m.width, m.width is None or m.width > 0, "a positive number"),
+        *positive(m, "patch_size", "depth", "width"),
         ("momentum", o.momentum, 0 < o.momentum < 1, "a factor between 0 and 1"),
     ]  # fmt: skip
     for name, value in asdict(r).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -50,11 +51,7 @@ class Health:
             return []
         self.told.add("rank")
         return [
-            f"the features have nearly collapsed: entropy rank {entropy_rank:.2f} nats of at most {_log(dim):.1f}. "
+            f"the features have nearly collapsed: entropy rank {entropy_rank:.2f} nats of at most {math.log(dim):.1f}. "
             "Early in training that is common with a small alpha_min; if it stays, raise --alpha-min "
             "or let it come in gradually (--anneal 0.5)."
         ]
-
-
-def _log(n: int) -> float:
-    return float(torch.tensor(float(n)).log())

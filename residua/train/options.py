@@ -60,6 +60,10 @@ class ShortcutConfig:
     anneal: float = 0.0
     """Share of the training steps over which alpha_min moves from 1 to its target; 0 = in force from the start."""
 
+    def decay(self) -> dict[str, Any]:
+        """The keywords of `Decay` among these."""
+        return {f.name: getattr(self, f.name) for f in fields(Decay)}
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -281,25 +285,27 @@ def common_rules(data: DataConfig, optim: OptimConfig, shortcut: ShortcutConfig,
     low, high = (0.2, 1.0) if data.scale == "auto" else data.scale
     fixed = s.schedule == "learned" or s.control != "none"
     return [
-        ("img_size", data.img_size, data.img_size == "auto" or data.img_size > 0, "a positive number"),
+        *positive(data, "img_size"),
         ("scale", data.scale, 0 < low <= high <= 1, "two shares of the area, 0 < least <= greatest <= 1"),
-        ("epochs", o.epochs, o.epochs == "auto" or 0 < o.epochs < math.inf, "a positive number"),
-        ("steps", o.steps, o.steps is None or o.steps > 0, "a positive number"),
-        ("batch_size", o.batch_size, o.batch_size == "auto" or o.batch_size > 0, "a positive number"),
-        ("lr", o.lr, o.lr == "auto" or 0 < o.lr < math.inf, "a positive number"),
-        ("base_lr", o.base_lr, o.base_lr is None or 0 < o.base_lr < math.inf, "a positive number"),
+        *positive(o, "epochs", "steps", "batch_size", "lr", "base_lr"),
         ("warmup", o.warmup, 0 <= o.warmup <= 1, "a share of the steps, in [0, 1]"),
         ("clip", o.clip, o.clip is None or o.clip > 0, "a positive norm"),
         ("ema", o.ema, o.ema is None or (o.ema != "auto" and 0 < o.ema < 1), "a decay between 0 and 1, such as 0.999"),
         ("anneal", s.anneal, 0 <= s.anneal <= 1, "a share of the steps, in [0, 1]"),
         ("anneal", s.anneal, not (s.anneal and fixed), "0 with learned shortcuts or a control: there is no alpha_min"),
-        ("micro_batch", m.micro_batch, m.micro_batch is None or m.micro_batch > 0, "a positive number"),
+        *positive(m, "micro_batch"),
         ("checkpoint_every", m.checkpoint_every, (m.checkpoint_every or 1) > 0, "a positive number of steps"),
         ("log_every", m.log_every, (m.log_every or 1) > 0, "a positive number of steps"),
         ("keep", m.keep, m.keep >= 0, "a number of checkpoints, or 0 for all"),
         ("eval_every", m.eval_every, 0 <= (m.eval_every or 0) < math.inf, "a positive number of epochs"),
         ("workers", m.workers, (m.workers or 0) >= 0, "a number of processes, or 0 for none"),
     ]  # fmt: skip
+
+
+def positive(group: Any, *names: str) -> list[Rule]:
+    """Settings of a group that are positive numbers, where they are not left open."""
+    values = {name: getattr(group, name) for name in names}
+    return [(n, v, v in (None, "auto") or 0 < v < math.inf, "a positive number") for n, v in values.items()]
 
 
 def check(rules: list[Rule]) -> None:

@@ -18,6 +18,7 @@ from residua.train.loop import Objective
 from residua.train.machine import count_parameters, training_flops
 from residua.train.processes import agreed, in_turn
 from residua.train.session import (
+    Augmentation,
     Lines,
     Session,
     check_batch,
@@ -33,30 +34,19 @@ from residua.train.session import (
 from residua.train.start import as_in, check_shape, tell_shortcuts
 
 
-class Reconstruction:
+class Reconstruction(Augmentation):
     """The objective: crop, flip, hide patches, reconstruct them. All chance depends on seed, epoch and image alone."""
 
     def __init__(self, config: Pretrain, preprocessing: Preprocessing, patches: int, device: torch.device) -> None:
-        self.img_size, self.patches, self.seed = preprocessing.img_size, patches, config.optim.seed
-        self.mean, self.std = (torch.tensor(v, device=device) for v in (preprocessing.mean, preprocessing.std))
-        assert config.data.scale != "auto"
-        self.scale, self.flip = config.data.scale, config.data.flip
+        super().__init__(config.data, preprocessing, config.optim.seed, device)
+        self.patches = patches
 
     @torch.no_grad()
     def view(self, batch: Batch, epochs: Tensor) -> tuple[Tensor, Tensor]:
         """Augmented images (B, C, h, w) and mask noise (B, N)."""
         with torch.autocast(batch.pixels.device.type, enabled=False):
-            images = data.train_view(
-                batch,
-                self.img_size,
-                self.mean,
-                self.std,
-                seed=self.seed,
-                epoch=epochs,
-                scale=self.scale,
-                flip=self.flip,
-            )
-        return images, data.rng.uniform(self.seed, epochs, batch.index, self.patches, "mask")
+            images = self.cropped(batch, epochs)
+        return images, self.uniform(batch, epochs, self.patches, "mask")
 
     def __call__(self, model: nn.Module, batch: Batch, epochs: Tensor) -> Tensor:
         return model(*self.view(batch, epochs))[0]
@@ -77,18 +67,11 @@ class Pretraining(Session[Pretrain, MAE]):
     def lines(self) -> Lines:
         c, o = self.config, self.config.optim
         encoder, rest = (count_parameters(part) / 1e6 for part in (self.model.encoder, self.model.decoder))
-        shortcut = self.model.encoder.shortcut
-        eff = float(shortcut.alpha.detach().double().prod())
-        fading = f"alpha_min {1 - float(1 - shortcut.alpha.detach().min()):.3g} (alpha_eff {eff:.2g})"
-        if c.shortcut.control != "none":
-            fading = f"control: {c.shortcut.control} scaled by sqrt(0.5)"
-        if c.shortcut.anneal:
-            fading += f", annealed over {100 * c.shortcut.anneal:.0f} % of the steps"
         name = {"ushape": "U-shaped", "plain": "plain"}[c.model.decoder]
         body = f"ViT-{c.model.size}" if c.model.encoder is None else f"{c.model.encoder}, {c.model.encoder_weights},"
         return [
             ("data", self._data_line(f"{c.data.img_size} px, patch {c.model.patch_size}")),
-            ("model", f"{body} ({encoder:.1f} M) + {name} decoder ({rest:.1f} M), {fading}"),
+            ("model", f"{body} ({encoder:.1f} M) + {name} decoder ({rest:.1f} M), {self._fading()}"),
             ("steps", f"{o.steps:,} of {o.batch_size} images ({o.epochs:.4g} epochs), peak learning rate {o.lr:.2g}, "
                       f"seed {o.seed}"),
             *self._closing_lines(),

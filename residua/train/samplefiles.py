@@ -123,7 +123,6 @@ def write_samples(
         made["weights"] = hash_weights(model)
     if path.suffix.lower() == ".png":
         return _picture(model, path, n, chosen, made, batch_size, where, accelerator, progress)
-    write = _write_array if path.suffix.lower() == ".npz" else _write_folder
     main = accelerator is None or accelerator.is_main_process
     wait: Callable[[], None] = (lambda: None) if accelerator is None else accelerator.wait_for_everyone
 
@@ -134,7 +133,10 @@ def write_samples(
         wait()
 
     try:
-        write(model, path, n, chosen, made, fill, main, wait)
+        if path.suffix.lower() == ".npz":
+            _write_array(model, path, n, chosen, made, fill, main, wait)
+        else:
+            _write_folder(path, n, made, fill, main, wait)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -269,9 +271,8 @@ def _fill(
 
 
 def _write_folder(
-    model: Any, path: Path, n: int, settings: Sampling, made: dict[str, Any], fill: Callable[[Place], None],
-    main: bool, wait: Callable[[], None],
-) -> None:  # fmt: skip
+    path: Path, n: int, made: dict[str, Any], fill: Callable[[Place], None], main: bool, wait: Callable[[], None]
+) -> None:
     if main:
         path.mkdir(parents=True, exist_ok=True)
         if any(path.glob("*.png")):

@@ -19,14 +19,15 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from torch import Tensor, nn
 
 from residua.adapt import is_name
-from residua.data import Feed, Preprocessing, Source, Splits
+from residua.data import Batch, Feed, Preprocessing, Source, Splits, rng, train_view
 from residua.data.feed import Progress
 from residua.files import write_text
 from residua.lock import claim, held, release
+from residua.nn.stream import residual_part
 from residua.train.loop import Hooks, Loop, Objective
 from residua.train.machine import activation_bytes, count_parameters, device_name, environment
 from residua.train.optim import Groups, Settings
-from residua.train.options import Config, MachineConfig, check_place, steps_of
+from residua.train.options import Config, DataConfig, MachineConfig, check_place, steps_of
 from residua.train.processes import PATIENCE, agreed
 from residua.train.recorded import WARM_UP
 
@@ -89,6 +90,13 @@ class Session(Generic[C, M]):
             labels = f"{len(source.classes) if source.classes else int(source.labels.max()) + 1} classes"
         channels = f"{source.channels} channel{'s' * (source.channels > 1)}"
         return f"{source.name}: {len(self.feed):,} images, {channels}, {labels} -> {then}"
+
+    def _fading(self) -> str:
+        shortcut, asked = residual_part(self.model).shortcut, self.config.shortcut  # type: ignore[attr-defined]
+        fading = f"alpha_min {float(shortcut.alpha.detach().min()):.3g} (alpha_eff {shortcut.alpha_eff:.2g})"
+        if asked.control != "none":
+            fading = f"control: {asked.control} scaled by sqrt(0.5)"
+        return fading + (f", annealed over {100 * asked.anneal:.0f} % of the steps" if asked.anneal else "")
 
     def close(self) -> None:
         """Let go of images and run folder; `fit` does."""
@@ -159,6 +167,25 @@ def estimate(session: Session[Any, Any], steps: int = 3) -> dict[str, float]:
     parts = min(times), session.feed.decoding_seconds(loop.order.indices(steps))
     beside = device.type != "cpu" and session.feed.workers > 0
     return {"memory_gib": memory / 2**30, "seconds": (max if beside else sum)(parts) * session.settings.steps}
+
+
+class Augmentation:
+    """What objectives do to images. All chance depends on seed, epoch and image alone."""
+
+    def __init__(self, images: DataConfig, preprocessing: Preprocessing, seed: int, device: torch.device) -> None:
+        assert images.scale != "auto"
+        self.img_size, self.scale, self.flip, self.seed = preprocessing.img_size, images.scale, images.flip, seed
+        self.mean, self.std = (torch.tensor(v, device=device) for v in (preprocessing.mean, preprocessing.std))
+
+    def uniform(self, batch: Batch, epochs: Tensor, n: int, stream: str) -> Tensor:
+        """Numbers (B, n) in [0, 1), others for every stream."""
+        return rng.uniform(self.seed, epochs, batch.index, n, stream)
+
+    def cropped(self, batch: Batch, epochs: Tensor) -> Tensor:
+        """Images (B, C, h, w), cropped and mirrored at random, normalised."""
+        return train_view(
+            batch, self.img_size, self.mean, self.std, seed=self.seed, epoch=epochs, scale=self.scale, flip=self.flip
+        )
 
 
 # ---------------------------------------------------------------- the parts of getting ready
