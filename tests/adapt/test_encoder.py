@@ -56,13 +56,14 @@ def test_features_are_timms(name: str) -> None:
         assert encoder(torch.randn(1, 3, 48, 32)).shape[1] == KINDS[name] + 24  # positions are interpolated
 
 
-def test_fading_is_that_of_the_blocks() -> None:
+@pytest.mark.parametrize("shortcuts", [{"alpha_min": 0.5}, {"control": "branch"}, {"control": "both"}])
+def test_fading_is_that_of_the_blocks(shortcuts: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    encoder = open_encoder("timm:test_vit", img_size=32, patch_size=8, alpha_min=0.5).eval()
+    encoder = open_encoder("timm:test_vit", img_size=32, patch_size=8, **shortcuts).eval()
     randomise(encoder)
     plain: Any = timm.create_model("test_vit", num_classes=0, img_size=32, patch_size=8).eval()
     plain.load_state_dict(encoder.state_dict(), strict=False)
-    residua.fade(plain, alpha_min=0.5)
+    residua.fade(plain, **shortcuts)
     x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         torch.testing.assert_close(encoder(x), plain.forward_features(x), atol=1e-4, rtol=1e-4)

@@ -2,6 +2,8 @@
 
 import io
 import json
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from rich.console import Console
 from torch import Tensor
 
 from residua.anatomy import Block, NotDifferentiable, measure, straightness
+from residua.anatomy.alignment import Gauge, Path
 
 
 def linear(name: str, a: Tensor, x: Tensor) -> Block:
@@ -42,6 +45,106 @@ def test_a_perfectly_aligned_network_keeps_every_law(aligned: tuple[list[Block],
     assert (mean["RA4 slope"], mean["RA4 R^2"]) == (pytest.approx(1), pytest.approx(1))
     assert all(holds for holds, _ in laws.verdicts().values())
     torch.testing.assert_close(laws.grid[..., 0, 0], laws.swapped[..., 0, 0])
+
+
+@pytest.mark.parametrize("gauge", ["J", "J/alpha"])
+def test_every_number_is_its_definition(gauge: Gauge) -> None:
+    """On blocks that differ from sample to sample, against NumPy, one sample and one pair of blocks at a time."""
+    g, alphas, k, c = torch.Generator().manual_seed(0), (0.9, 0.5, 0.7, 0.8), 3, 2
+    matrices = torch.randn(4, 2, 5, 5, generator=g, dtype=torch.float64)  # 4 blocks, 2 samples
+    h, points, blocks = torch.randn(2, 5, generator=g, dtype=torch.float64), [], []
+    for i, (a, alpha) in enumerate(zip(matrices, alphas)):
+        blocks.append(Block(f"b{i}", lambda z, a=a: (a @ z[..., None])[..., 0], h, alpha))
+        points.append(h)
+        h = alpha * h + (a @ h[..., None])[..., 0]
+    points.append(h)
+    laws = measure(blocks, h, k=k, classes=c, gauge=gauge)
+
+    scale = np.ones(4) if gauge == "J" else 1 / np.array(alphas)
+    left = np.ones(5) if gauge == "J" else np.cumprod((1.0, *alphas))
+    grids = np.zeros((2, 2, 4, 4, k, k))
+    for b in range(2):
+        jacobians = matrices[:, b].numpy() * scale[:, None, None]
+        u, s, v = zip(*((u[:, :k], s[:k], vh[:k].T) for u, s, vh in map(np.linalg.svd, jacobians)))
+        np.testing.assert_allclose(laws.S[b], s)
+        for i in range(4):
+            energy = s[i] ** 2 / (s[i] ** 2).sum()
+            np.testing.assert_allclose(laws.beyond[b, i], energy[c:].sum())
+            np.testing.assert_allclose(laws.ratio[b, i], s[i][c] / s[i][0])
+            np.testing.assert_allclose(laws.rank[b, i], -(energy * np.log(energy)).sum())
+            np.testing.assert_allclose(laws.left_right[b, i], abs(u[i][:, 0] @ v[i][:, 0]))
+            for j in range(4):
+                seen = u[j].T @ jacobians[i] @ v[j]
+                grids[:, b, i, j] = abs(seen), abs(v[j].T @ jacobians[i] @ u[j])
+                np.testing.assert_allclose(laws.diagonal[b, i, j], (np.diag(seen) ** 2).sum() / (seen**2).sum())
+                np.testing.assert_allclose(
+                    laws.coupling[b, i, j], np.linalg.norm(seen - np.diag(s[i])) / np.linalg.norm(s[i]), atol=1e-12
+                )
+                for found, w, count in ((laws.overlap, v, k), (laws.overlap_left, u, k), (laws.overlap_classes, v, c)):
+                    shared = w[i][:, :count].T @ w[j][:, :count]
+                    np.testing.assert_allclose(found[b, i, j], (shared**2).sum() / count)
+        inverse = np.array([1 / own[0] for own in s])
+        np.testing.assert_allclose(laws.slope[b], np.polyfit(range(4), inverse, 1)[0])
+        np.testing.assert_allclose(laws.r2[b], np.corrcoef(range(4), inverse)[0, 1] ** 2)
+        steps = np.diff([point[b].numpy() / own for point, own in zip(points, left)], axis=0)
+        lengths = np.linalg.norm(steps, axis=1)
+        np.testing.assert_allclose(laws.path.line_shape[b], 4 / np.linalg.norm((steps / lengths[:, None]).sum(0)))
+        np.testing.assert_allclose(laws.path.variation[b], np.std(lengths) / np.mean(lengths))
+    np.testing.assert_allclose(laws.grid, grids[0].mean(0), atol=1e-12)
+    np.testing.assert_allclose(laws.swapped, grids[1].mean(0), atol=1e-12)
+
+
+def test_a_small_budget_changes_no_number(aligned: tuple[list[Block], Tensor]) -> None:
+    small, large = (measure(*aligned, k=3, classes=1, budget=budget) for budget in (1e-9, 2.0))
+    torch.testing.assert_close(small.grid, large.grid)
+    torch.testing.assert_close(small.swapped, large.swapped)
+    torch.testing.assert_close(small.S, large.S)
+
+
+def test_scalars_are_means_over_pairs_of_different_blocks_with_the_deviation_over_samples() -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, generator=g, dtype=torch.float64)
+    blocks = [Block(f"b{i}", lambda z, i=i: torch.sin((1 + i) * z.roll(i, 1)) * z, x) for i in range(3)]
+    laws = measure(blocks, 2 * x, k=3, classes=1)
+    pairs = [(i, j) for i in range(3) for j in range(3) if i != j]
+    between = {
+        "RA2 diagonal share": laws.diagonal, "RA2 coupling": laws.coupling, "RA2 subspace overlap": laws.overlap,
+        "RA2 subspace overlap, left": laws.overlap_left, "RA2 overlap of first C": laws.overlap_classes,
+    }  # fmt: skip
+    own = {name: [np.mean([float(table[b, i, j]) for i, j in pairs]) for b in range(3)]
+           for name, table in between.items()}  # fmt: skip
+    single = {"RA2 left and right": laws.left_right, "RA3 entropy rank": laws.rank, "RA3 energy beyond C": laws.beyond,
+              "RA3 s_{C+1} / s_1": laws.ratio}  # fmt: skip
+    own |= {name: table.mean(1).tolist() for name, table in single.items()}
+    own |= {"RA1 line shape": laws.path.line_shape.tolist(), "RA1 variation of steps": laws.path.variation.tolist()}
+    own |= {"RA4 slope": laws.slope.tolist(), "RA4 R^2": laws.r2.tolist()}
+    assert laws.scalars().keys() == own.keys()
+    for name, values in own.items():
+        assert laws.scalars()[name] == pytest.approx((np.mean(values), np.std(values, ddof=1))), name
+
+
+@pytest.mark.parametrize(
+    ("law", "change", "holds"),
+    [
+        ("RA1", {"path": (1.09, 0.29)}, True), ("RA1", {"path": (1.11, 0.0)}, False),
+        ("RA1", {"path": (1.0, 0.31)}, False), ("RA2", {"diagonal": 0.81}, True), ("RA2", {"diagonal": 0.79}, False),
+        ("RA3", {"beyond": 0.049}, True), ("RA3", {"beyond": 0.051}, False), ("RA4", {"r2": 0.81}, True),
+        ("RA4", {"r2": 0.79}, False), ("RA4", {"slope": -1.0}, False),
+    ],
+)  # fmt: skip
+def test_a_law_holds_up_to_its_threshold(
+    aligned: tuple[list[Block], Tensor], law: str, change: dict[str, Any], holds: bool
+) -> None:
+    laws = measure(*aligned, k=3, classes=1)
+    assert laws.verdicts()[law][0]
+    for name, value in change.items():
+        before = getattr(laws, name)
+        if name == "path":
+            new: Any = Path(*(torch.full_like(before.line_shape, own) for own in value))
+        else:
+            new = torch.full_like(before, value)
+        laws = replace(laws, **{name: new})
+    assert laws.verdicts()[law][0] is holds
 
 
 def test_exchanged_vectors_show_where_left_and_right_differ() -> None:

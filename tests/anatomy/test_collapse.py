@@ -1,5 +1,6 @@
 """Neural collapse where it is known, and against its definition."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -39,6 +40,31 @@ def test_nc1_is_its_definition() -> None:
     assert neural_collapse(x, y).nc1 == pytest.approx(float(expected), rel=1e-9)
     q = torch.linalg.qr(torch.randn(10, 10, generator=g, dtype=torch.float64))[0]
     assert neural_collapse(5 * x @ q + 2, y).nc1 == pytest.approx(float(expected), rel=1e-9)  # rotation, scale, shift
+
+
+def test_nc2_to_nc4_are_their_definitions_for_whatever_numbers_classes_have() -> None:
+    g = torch.Generator().manual_seed(2)
+    known = torch.tensor([1, 3, 4, 7])
+    y = known[torch.cat([torch.arange(4), torch.randint(4, (60,), generator=g)])]
+    x = torch.randn(8, 6, generator=g, dtype=torch.float64)[y] + torch.randn(64, 6, generator=g, dtype=torch.float64)
+    w = 2 + torch.randn(9, 6, generator=g, dtype=torch.float64)
+    decisions = (x @ w[known].T).argmax(1)
+    found = neural_collapse(x, y, weight=w, decisions=known[decisions])
+
+    means = np.stack([x[y == c].mean(0).numpy() for c in known])
+    centred = means - means.mean(0)
+    lengths = np.linalg.norm(centred, axis=1)
+    assert found.nc2_norms == pytest.approx(np.sqrt(np.mean((lengths - lengths.mean()) ** 2)) / lengths.mean())
+    cosines = [centred[i] @ centred[j] / lengths[i] / lengths[j] for i in range(4) for j in range(i)]
+    assert found.nc2_angles == pytest.approx(np.mean([abs(cos + 1 / 3) for cos in cosines]))
+    rows = w[known].numpy() - w[known].numpy().mean(0)
+    rows, centred = rows / np.sqrt((rows**2).sum()), centred / np.sqrt((centred**2).sum())
+    assert found.nc3 == pytest.approx(np.sqrt(((rows - centred) ** 2).sum()))
+    nearest = [int(np.argmin(((means - own.numpy()) ** 2).sum(1))) for own in x]
+    share = np.mean([a == int(b) for a, b in zip(nearest, decisions)])
+    assert 0.2 < share < 0.9  # the two do differ
+    assert found.nc4 == pytest.approx(100 * share)
+    assert (found.classes, found.samples) == (4, 64)
 
 
 def test_departures_show_where_they_are() -> None:

@@ -44,8 +44,11 @@ def test_one_token_is_a_block_of_the_whole_jacobian(vit) -> None:
     vit = vit.double().eval()
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     whole = dense_jacobian(bind(vit, x).blocks[0].branch, bind(vit, x).blocks[0].x)
-    part = bind(vit, x, token=1).blocks[0]
+    bound = bind(vit, x, token=1)
+    part = bound.blocks[0]
     torch.testing.assert_close(dense_jacobian(part.branch, part.x), whole[:, 12:24, 12:24])
+    assert [block.alpha for block in bound.blocks] == vit.shortcut.alpha.tolist()
+    torch.testing.assert_close(bound.end, step_through(vit, x)[:, 1])
 
 
 def test_post_activation_blocks_are_masked() -> None:
@@ -56,6 +59,7 @@ def test_post_activation_blocks_are_masked() -> None:
     bound = bind(net, x)
     assert [b.name for b in bound.blocks] == ["layer1.0", "layer1.1", "layer1.2"]
     assert bound.left_out == ["layer2.0", "layer3.0", "layer4.0"]
+    torch.testing.assert_close(bound.end, residua.stream(net, x)[3].input)
     block, step = bound.blocks[1], residua.stream(net)[1]
     pre = block.alpha * block.x + step.branch(block.x)
     on = (pre > 0).flatten(1).double()

@@ -81,6 +81,7 @@ def test_gauges_differ_by_what_is_left_of_the_input() -> None:
     assert apart(model(images), left * ordinary(model, free.state, free.exact)(images)) < 1e-11
     assert free.eps == model.norm_eps
     assert true.eps == pytest.approx(model.norm_eps * left.item() ** 2)
+    assert (true.left, free.left) == (1.0, pytest.approx(left.item()))
 
 
 @torch.no_grad()

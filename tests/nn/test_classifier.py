@@ -59,6 +59,12 @@ def test_the_config_builds_it_again() -> None:
     assert residua.stream(again).alpha_eff == pytest.approx(float(residua.alphas(6, 0.7).prod()), rel=1e-5)
 
 
+def test_the_head_starts_small_as_maes() -> None:
+    head = residua.create_model("vit", **SMALL, num_classes=50).head
+    assert 1.8e-5 < float(head.weight.detach().std()) < 2.2e-5
+    assert not head.bias.any()
+
+
 def test_what_cannot_be_built_is_refused() -> None:
     with pytest.raises(ValueError, match="readout is 'mean'; choose one of tokens, patches, cls"):
         residua.create_model("vit", **SMALL, num_classes=5, readout="mean")
@@ -95,6 +101,16 @@ def test_branches_are_scaled_image_by_image(vit: ViT) -> None:
     torch.testing.assert_close(taps["blocks.0.attn"][0], vit.shortcut.alpha[0] * x[0])
 
 
+def test_branches_are_dropped_from_images_to_logits() -> None:
+    model = residua.create_model("vit", **SMALL, num_classes=5, alpha_min=0.5)
+    nn.init.normal_(model.head.weight)
+    images, keep = torch.randn(2, 3, 16, 16), torch.tensor([[0.0, 1.25, 1, 1, 0, 1], [1.25, 0, 1, 0, 1, 1]])
+    tokens = model.encoder.run(model.encoder.embed(images), keep=keep)
+    torch.testing.assert_close(model.encoder.forward_features(images, keep=keep), tokens)
+    torch.testing.assert_close(model(images, keep), model.head(model.norm(tokens[:, 1:].mean(1))))
+    assert not torch.allclose(model(images, keep), model(images), atol=1e-3)
+
+
 def test_dropping_goes_with_recomputing(vit: ViT) -> None:
     images, keep = torch.randn(3, 3, 16, 16), (torch.rand(3, 6) > 0.3) / 0.7
     grads = []
@@ -105,6 +121,16 @@ def test_dropping_goes_with_recomputing(vit: ViT) -> None:
         grads.append([p.grad.clone() for p in vit.parameters()])
     for one, other in zip(*grads):
         torch.testing.assert_close(one, other)
+
+
+def test_patches_come_after_all_that_is_no_patch_and_means_are_in_full_precision() -> None:
+    tokens = 1 + 0.01 * torch.randn(2, 200, 8)
+    short = tokens.bfloat16()
+    for prefix in (0, 1, 5):
+        found = pool(short, "patches", prefix)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, short[:, prefix:].double().mean(1).float())
+    torch.testing.assert_close(pool(short, "tokens", 5), short.double().mean(1).float())
 
 
 def test_there_is_no_mean_of_no_patches() -> None:

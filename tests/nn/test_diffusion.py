@@ -65,6 +65,18 @@ def test_vp_is_the_integral_of_its_beta() -> None:
     torch.testing.assert_close(VP().a(t) ** 2 + VP().s(t) ** 2, torch.ones_like(t))
 
 
+def test_the_constants_are_the_papers() -> None:
+    """U-ViT's: beta from 0.1 to 20, times of the network up to 999; SiT's: w = t, and 1 - t in the published models."""
+    t = torch.tensor([0.0, 0.25, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(VP().beta(t), torch.tensor([0.1, 5.075, 20.0], dtype=torch.float64))
+    for process in (VP(), Flow()):
+        assert process.time_input(t).tolist() == [0, 249.75, 999]
+    assert Flow(backwards=True).time_input(t).tolist() == [1, 0.75, 0]
+    assert torch.equal(VP().w(t), VP().beta(t))
+    assert torch.equal(Flow().w(t), t)
+    assert (VP().ends(), Flow().ends()) == ((1.0, 1e-4), (1.0, 0.0))
+
+
 @PROCESSES
 def test_a_perfect_prediction_gives_back_data_and_noise(process: Process) -> None:
     x_0, eps = torch.randn(2, 6, 3, 4, 4, dtype=torch.float64)
@@ -146,7 +158,7 @@ def test_given_noise_makes_the_stochastic_sampler_a_function() -> None:
 def test_guidance_is_an_extrapolation() -> None:
     up, down = (lambda x, t: x + 1), (lambda x, t: x - 1)
     x, t = torch.zeros(2, 1), torch.zeros(2)
-    for scale, value in ((1.0, 1.0), (0.0, -1.0), (2.0, 3.0)):
+    for scale, value in ((1.0, 1.0), (0.0, -1.0), (0.5, 0.0), (2.0, 3.0)):
         assert float(guided(up, down, scale)(x, t)[0, 0]) == value
     assert guided(up, down, 1.0) is up  # no second evaluation
 

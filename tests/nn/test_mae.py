@@ -10,7 +10,7 @@ from torch import Tensor
 
 import residua
 from residua.nn import MAE
-from residua.nn.mae import Encoded, SkipFusion, random_masking, restore
+from residua.nn.mae import Encoded, SkipFusion, one_prefix, random_masking, restore
 from residua.nn.vit import patchify
 from residua.nn.weights import load_weights, translate
 
@@ -125,10 +125,19 @@ def test_restore_puts_tokens_back_in_image_order() -> None:
             assert torch.equal(out[b, 1 + place], expected)
 
 
+def test_the_decoder_gets_one_class_token_whatever_the_encoder_has() -> None:
+    tokens = torch.randn(2, 7, 8)
+    for prefix, first in ((0, tokens.sum(1) / 7), (1, tokens[:, 0]), (3, tokens[:, 0])):
+        found = one_prefix(tokens, prefix)
+        torch.testing.assert_close(found[:, 0], first)
+        assert torch.equal(found[:, 1:], tokens[:, prefix:])
+
+
 @pytest.mark.parametrize("norm_pix", [True, False])
 def test_loss_is_the_mean_over_hidden_patches_only(norm_pix: bool) -> None:
     model = build(norm_pix=norm_pix)
     images, pred = torch.randn(2, 3, 16, 16), torch.randn(2, 16, 48)
+    images[1] *= 1e-3  # flat patches, where eps is as large as the variance
     mask = (torch.rand(2, 16) < 0.7).float()
     target = patchify(images, (4, 4)).double()
     if norm_pix:
@@ -216,7 +225,7 @@ def test_skip_fusion_is_its_definition() -> None:
 
 @pytest.mark.parametrize(
     ("depth", "decoder_depth", "blocks"),
-    [(12, 8, [11, 9, 7, 5, 3, 1]), (12, 4, [11, 9, 7, 5]), (6, 3, [5, 3, 1]), (2, 2, [1])],
+    [(12, 8, [11, 9, 7, 5, 3, 1]), (12, 4, [11, 9, 7, 5]), (6, 3, [5, 3, 1]), (2, 2, [1]), (5, 4, [4, 2, 0])],
 )
 def test_skips_come_from_every_other_block_deepest_first(depth: int, decoder_depth: int, blocks: list[int]) -> None:
     model = shaken(build(depth=depth, decoder_depth=decoder_depth, alpha_min=0.8))
@@ -272,6 +281,14 @@ def test_zero_init() -> None:
     plain = build(decoder="plain")  # Xavier throughout
     assert (plain.decoder.pred.weight != 0).any()
     assert all((b.attn.proj.weight != 0).any() for b in [*plain.encoder.blocks, *plain.decoder.blocks])
+
+
+@pytest.mark.parametrize("decoder", ["ushape", "plain"])
+def test_tokens_start_with_maes_deviation(decoder: Any) -> None:
+    model = build(decoder=decoder, embed_dim=512, decoder_embed_dim=512)
+    tokens = [model.encoder.cls_token, model.decoder.token, *(skip.mask_token for skip in model.decoder.skips)]
+    assert len(tokens) == (3 if decoder == "ushape" else 2)
+    assert all(0.016 < float(token.detach().std()) < 0.024 for token in tokens)
 
 
 @pytest.mark.parametrize("decoder", ["ushape", "plain"])

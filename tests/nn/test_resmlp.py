@@ -59,6 +59,16 @@ def test_walking_the_steps_is_the_forward_pass(kind: str) -> None:
     assert torch.equal(taps["blocks.3"], features)
 
 
+@pytest.mark.parametrize("control", ["branch", "both"])
+def test_controls_scale_what_they_say(control: str) -> None:
+    model, half = build("resmlp", control=control), 0.5**0.5
+    given = images()
+    x = model.embed(given)
+    for block in model.blocks:
+        x = F.relu((half * x if control == "both" else x) + half * block.branch(x))
+    torch.testing.assert_close(model.forward_features(given), x)
+
+
 def test_shapes_stay_or_change_once() -> None:
     assert build("resmlp").embed(images()).shape == (2, 6)
     assert build("resconv").forward_features(images()).shape == (2, 6, 8, 8)

@@ -80,6 +80,11 @@ def test_until_fades_the_first_steps_only(until: float, active: int) -> None:
     assert (alphas[active:] == 1).all()
 
 
+def test_a_share_of_the_depth_is_rounded_to_whole_steps() -> None:
+    assert torch.equal(residua.alphas(25, 0.4, until=0.58), residua.alphas(25, 0.4, until=29))  # 28.999999999999996
+    assert torch.equal(residua.alphas(6, 0.4, until=0.3), residua.alphas(6, 0.4, until=4))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -144,6 +149,8 @@ def test_what_only_a_depth_can_refuse() -> None:
         residua.alphas(4, 0.5, until=9)
     with pytest.raises(ValueError, match=r"until=0\.01 leaves 0 of 8 steps"):
         residua.alphas(4, 0.5, until=0.01)
+    with pytest.raises(ValueError, match=r"until=0\.125 leaves 1 of 8 steps"):
+        residua.alphas(4, 0.5, until=0.125)
     with pytest.raises(ValueError, match="depth is 0"):
         residua.alphas(0, 0.5)
     with pytest.raises(ValueError, match="out of reach"):  # literal l/L ends above zero

@@ -207,6 +207,23 @@ def test_the_stream_is_in_half_precision_under_autocast() -> None:
     assert (low.float() - high).norm() < 0.05 * high.norm()
 
 
+@pytest.mark.parametrize("control", ["branch", "both"])
+def test_controls_scale_what_they_say(control: Any) -> None:
+    model = build(control=control)
+    x, t = batch(model)
+    branches = [branch for block in model.blocks for branch in block.branches(model.condition(t))]
+    for step, branch in zip(residua.stream(model, x, t), branches, strict=True):
+        torch.testing.assert_close(step.branch(step.input), 0.5**0.5 * branch(step.input))
+        assert float(step.alpha) == pytest.approx(0.5**0.5 if control == "both" else 1.0)
+
+
+def test_embeddings_of_time_and_label_start_with_the_originals_deviation() -> None:
+    model = residua.create_model("sit", **TINY | {"embed_dim": 64}, num_classes=60)
+    matrices = [model.t_embedder.mlp[0].weight, model.t_embedder.mlp[2].weight, *model.y_embedder.parameters()]
+    assert len(matrices) == 3
+    assert all(0.018 < float(matrix.detach().std()) < 0.022 for matrix in matrices)
+
+
 def test_it_starts_with_closed_gates_and_predicts_zero() -> None:
     model = residua.create_model("sit", **TINY, alpha_min=0.5, skips=False)
     x, t, taps = torch.randn(2, 3, 8, 8), torch.rand(2), {}

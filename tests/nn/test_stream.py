@@ -51,6 +51,7 @@ def test_bound_steps_know_their_inputs(vit: ViT, images: Tensor) -> None:
     taps: dict[str, Tensor] = {}
     vit.forward_features(images, tap=taps.__setitem__)
     bound = residua.stream(vit, images)
+    assert [step.name for step in bound] == list(taps)[1:]
     before = "embed"
     for step in bound:
         assert torch.equal(step.input, taps[before])
@@ -107,6 +108,14 @@ def test_learned_shortcuts_do_not_turn_into_fixed_ones(vit: ViT) -> None:
     learned = residua.create_model("vit", **SMALL, schedule="learned")
     with pytest.raises(ValueError, match="learned"):
         residua.fade(learned, alpha_min=0.5)
+
+
+def test_learned_shortcuts_start_again_at_one() -> None:
+    learned = residua.create_model("vit", **SMALL, schedule="learned")
+    torch.nn.init.constant_(learned.shortcut.alpha, 0.5)
+    residua.unfade(learned)
+    assert isinstance(learned.shortcut.alpha, nn.Parameter)
+    assert learned.shortcut.alpha.tolist() == [1.0] * 4
 
 
 def test_what_is_no_residual_network_is_refused() -> None:

@@ -271,6 +271,7 @@ def test_zero_init_starts_as_shortcuts_alone() -> None:
     assert model(*given).std() > 0
     plain = residua.create_model("uvit", **TINY, zero_init=False)
     assert float(plain.mid_block.mlp.fc2.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert float(plain.pos_embed.detach().std()) == pytest.approx(0.02, rel=0.25)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_classes": 6, "mlp_time_embed": True, "final_conv": False}])

@@ -45,8 +45,9 @@ def test_equals_timm(options: dict[str, Any]) -> None:
     torch.testing.assert_close(vit(images), timm_twin(vit)(images), rtol=1e-5, atol=1e-5)
 
 
-def test_positions_interpolate_as_timms() -> None:
-    vit = shaken(residua.create_model("vit", **SMALL))
+@pytest.mark.parametrize("trained", [16, (24, 16)])
+def test_positions_interpolate_as_timms(trained: Any) -> None:
+    vit = shaken(residua.create_model("vit", **SMALL | {"img_size": trained}))
     twin = timm_twin(vit)
     for height, width in ((24, 24), (32, 16), (8, 20)):
         images = torch.randn(2, 3, height, width)
@@ -198,3 +199,13 @@ def test_zero_init_starts_as_shortcuts_alone() -> None:
     images = torch.randn(2, 3, 16, 16)
     product = float(residua.alphas(2, 0.5).prod())
     torch.testing.assert_close(vit(images), product * vit.embed(images))
+
+
+def test_matrices_start_within_xaviers_bound() -> None:
+    """That of a matrix for the patch embedding too."""
+    vit = residua.create_model("vit", **SMALL | {"embed_dim": 512})
+    linear = [m for m in vit.modules() if isinstance(m, torch.nn.Linear)]
+    for layer in (vit.patch_embed.proj, *linear):
+        matrix = layer.weight.detach().flatten(1)
+        assert 0.99 < float(matrix.abs().max()) / (6 / sum(matrix.shape)) ** 0.5 < 1.0001
+        assert not layer.bias.any()

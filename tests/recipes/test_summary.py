@@ -70,16 +70,28 @@ def test_differences_are_paired_by_seed_and_ranks_are_of_one_budget(tmp_path: Pa
         assert len(figure.axes[0].containers) == lines
 
 
+def written(folder: Path, *records: dict[str, float]) -> None:
+    """A finished run with these metrics."""
+    folder.mkdir(parents=True)
+    Report("shapes", "tokens", [1], (16, 16), 10, 0, "none", 0).save(folder / "evaluation.json")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 @pytest.mark.parametrize(("kind", "ranks"), [("pretrain", [None, None]), ("finetune", [2, 1]), ("diffuse", [2, 1])])
 def test_the_loss_ranks_what_it_measures_and_no_features(tmp_path: Path, kind: Kind, ranks: list[int | None]) -> None:
     found = Sweep(tmp_path, [], [Trial({"alpha_min": "1.0"}), Trial({"alpha_min": "0.5"})], kind)
     for trial, loss in zip(found.trials, (2.0, 1.0)):
-        folder = found.run_folder(trial)
-        folder.mkdir(parents=True)
-        Report("shapes", "tokens", [1], (16, 16), 10, 0, "none", 0).save(folder / "evaluation.json")
-        (folder / "finetune.json").write_text("{}")
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": loss}) + "\n")
+        written(found.run_folder(trial), {"step": 1, "loss": loss})
+        (found.run_folder(trial) / "finetune.json").write_text("{}")
     assert [(s.score, s.rank) for s in summarise(found)] == [("training loss", rank) for rank in ranks]
+
+
+@pytest.mark.parametrize("key", ["eval/fid", "eval/frechet"])
+def test_of_distances_the_least_is_best_and_equal_ones_share_a_rank(tmp_path: Path, key: str) -> None:
+    found = Sweep(tmp_path, [], [Trial({"alpha_min": value}) for value in ("1.0", "0.8", "0.6")], "diffuse")
+    for trial, distance in zip(found.trials, (3.0, 1.0, 1.0)):
+        written(found.run_folder(trial), {"step": 1, key: distance})
+    assert [s.rank for s in summarise(found)] == [3, 1, 1]
 
 
 def test_ranks_are_of_one_data_set(tmp_path: Path, pretend) -> None:
@@ -158,14 +170,14 @@ def test_runs_of_other_images_or_settings_are_told_and_not_compared(tmp_path: Pa
 def test_scores_of_a_diffusion_model_are_those_at_the_place_that_the_probe_chose(tmp_path: Path) -> None:
     report = Report("shapes", "t=0.1, t=0.4", [0, 1], (16, 16), 10, 10, "test split", 0)
     for i, (layer, level) in enumerate([(0, "t=0.1"), (0, "t=0.4"), (1, "t=0.1"), (1, "t=0.4")]):
-        chosen = {"protocol": "lbfgs", "readout": level, "selected": i == 1}
+        chosen = {"protocol": "lbfgs", "readout": level, "selected": i == 0}
         report.scores.append(Score("linear probe", "model", layer, 20.0 + i, "%", chosen))
         report.scores.append(Score("kNN", "model", layer, 10.0 + i, "%", {"k": 20, "T": 0.07, "readout": level}))
     report.save(tmp_path / "evaluation.json")
     records = [{"step": s, "loss": 1.0 / s, "eval/fid": 100.0 - s} for s in range(1, 21)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     assert scores_of(tmp_path) == {
-        "linear probe (lbfgs)": (21.0, "%"), KNN: (11.0, "%"), "FID while training": (80.0, ""),
+        "linear probe (lbfgs)": (20.0, "%"), KNN: (10.0, "%"), "FID while training": (80.0, ""),
         "training loss": (pytest.approx((1 / 19 + 1 / 20) / 2), ""),
     }  # fmt: skip
     scored = {"samples": {"images": 10_000}, "scores": {"FID": {"value": 7.5}}}

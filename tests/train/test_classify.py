@@ -205,6 +205,7 @@ def test_the_loss_is_timms(session: Classification) -> None:
     assert isinstance(objective, Labelling)
     batch, epochs = next(session.feed.iterate([torch.arange(8)])), torch.zeros(8, dtype=torch.int64)
     images, targets = objective.view(batch, epochs)
+    nn.init.normal_(session.model.head.weight)  # a head that starts near zero would hide what it is given
     logits = session.model(images, objective.keep(batch, epochs))
     expected = SoftTargetCrossEntropy()(logits, targets)
     torch.testing.assert_close(objective(session.model, batch, epochs), expected)
@@ -217,12 +218,62 @@ def test_without_regularisation_it_is_plain_cross_entropy(encoder: str) -> None:
     assert isinstance(objective, Labelling)
     assert objective.together == 1
     batch, epochs = next(session.feed.iterate([torch.arange(8)])), torch.zeros(8, dtype=torch.int64)
+    nn.init.normal_(session.model.head.weight)
     pre = session.preprocessing
     views = data.train_view(batch, pre.img_size, pre.mean, pre.std, seed=0, epoch=0, scale=(0.5, 1.0))
     labels = torch.from_numpy(session.splits.train.labels[:8])
     torch.testing.assert_close(
         objective(session.model, batch, epochs), nn.functional.cross_entropy(session.model(views), labels)
     )
+
+
+def regularised(encoder: str, **settings: float) -> tuple[Tensor, Tensor]:
+    """Images and targets of six pairs that are of two classes each, with nothing on but what is given."""
+    off = dict.fromkeys(("mixup", "cutmix", "erasing", "drop_path", "smoothing"), 0.0)
+    session = prepare(small_classifier(encoder, **off | settings))
+    objective, labels = session.objective(), session.splits.train.labels
+    assert isinstance(objective, Labelling)
+    unlike = [(i, i + 1) for i in range(0, 40, 2) if labels[i] != labels[i + 1]][:6]
+    batch = next(session.feed.iterate([torch.tensor(unlike).flatten()]))
+    return objective.view(batch, torch.zeros(12, dtype=torch.int64))
+
+
+def swapped(x: Tensor) -> Tensor:
+    """Each of a pair in the other's place."""
+    return torch.stack([x[1::2], x[::2]], 1).flatten(0, 1)
+
+
+def test_mixup_blends_and_cutmix_pastes_and_labels_follow(encoder: str) -> None:
+    images, labels = regularised(encoder)
+    assert set(labels.unique().tolist()) == {0.0, 1.0}
+    for kind in ("mixup", "cutmix"):
+        mixed, targets = regularised(encoder, **{kind: 0.8})
+        own = (targets * labels).sum(1)
+        assert float(own.min()) < 0.9
+        torch.testing.assert_close(targets, own[:, None] * labels + (1 - own)[:, None] * swapped(labels))
+        if kind == "mixup":
+            share = own[:, None, None, None]
+            torch.testing.assert_close(mixed, share * images + (1 - share) * swapped(images), rtol=1e-4, atol=1e-4)
+            continue
+        kept, pasted = ((mixed == whole).all(1) for whole in (images, swapped(images)))
+        assert (kept | pasted).all()
+        assert (kept.float().mean((1, 2)) >= own - 1e-5).all()  # more where the two are alike
+        assert (pasted.float().mean((1, 2)) >= 1 - own - 1e-5).all()
+
+
+def test_smoothing_spreads_its_share_over_all_classes(encoder: str) -> None:
+    labels, targets = regularised(encoder)[1], regularised(encoder, smoothing=0.2)[1]
+    torch.testing.assert_close(targets, 0.8 * labels + 0.2 / labels.shape[1])
+
+
+def test_erasing_replaces_a_rectangle(encoder: str) -> None:
+    images, labels = regularised(encoder)
+    erased, targets = regularised(encoder, erasing=0.99)
+    assert torch.equal(targets, labels)
+    changed = (erased != images).any(1)
+    assert changed.flatten(1).any(1).sum() > 8
+    for one in changed:
+        assert torch.equal(one, one.any(1)[:, None] & one.any(0))
 
 
 def test_a_step_is_one_graph(session: Classification) -> None:
@@ -233,6 +284,7 @@ def test_a_step_is_one_graph(session: Classification) -> None:
     def loss(pixels: Tensor, sizes: Tensor, index: Tensor) -> Tensor:
         return objective(session.model, Batch(pixels, sizes, index), epochs)
 
+    nn.init.normal_(session.model.head.weight)
     whole = torch.compile(loss, backend="eager", fullgraph=True)
     expected = loss(batch.pixels, batch.sizes, batch.index)
     torch.testing.assert_close(whole(batch.pixels, batch.sizes, batch.index), expected)

@@ -47,6 +47,17 @@ def test_defaults_follow_data_device_and_network() -> None:
     assert chosen("vit_nano", n=10, base_lr=1e-3, batch_size=8)["lr"] == pytest.approx(1e-3 * 8 / 256)
 
 
+def test_learning_rates_go_by_width_and_the_root_of_the_batch(encoder: str) -> None:
+    batch = {"batch_size": 64}
+    assert chosen("vit_tiny", **batch)["lr"] == pytest.approx(2e-3 / 2 * 768 / 192 / 4)  # from scratch: half
+    assert chosen("resnet18", **batch)["lr"] == pytest.approx(2e-3 / 4)
+    assert chosen("resmlp", **batch)["lr"] == pytest.approx(2e-3 / 4)
+    width = residua.load(encoder).encoder.embed_dim
+    trained = chosen(encoder, **batch)
+    assert trained["lr"] == pytest.approx(2e-3 * 768 / width / 4)
+    assert trained["betas"] == (0.9, 0.999)
+
+
 def test_nothing_is_left_open_and_choosing_again_changes_nothing(encoder: str, tmp_path: Path) -> None:
     source = data.load("shapes?n=100&size=32").train
     for name in (encoder, "vit_nano", "resnet18"):

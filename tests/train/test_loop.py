@@ -77,8 +77,8 @@ def test_learned_alphas_are_recorded_without_a_warning() -> None:
 
 
 def test_a_step_is_adamw_on_the_mean_loss() -> None:
-    """Two steps against torch's plain AdamW, written out."""
-    session = prepare(small(steps=2, ema=None, clip=None, anneal=0.0, weight_decay=0.1))
+    """Four steps against torch's plain AdamW, written out; with the third the second epoch begins."""
+    session = prepare(small(steps=4, ema=None, clip=None, anneal=0.0, weight_decay=0.1))
     twin = residua.create_model(**session.model.config)
     twin.load_state_dict(session.model.state_dict())
     loop = session.loop()
@@ -86,7 +86,8 @@ def test_a_step_is_adamw_on_the_mean_loss() -> None:
     others = [p for n, p in twin.named_parameters() if p.ndim < 2 or n.endswith("token")]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    for step, chosen in enumerate(loop.batches(0, 2)):
+    assert loop.order.epoch_of(2).unique().tolist() == [0, 1]
+    for step, chosen in enumerate(loop.batches(0, 4)):
         loss, _ = loop.advance(chosen)
         batch = session.feed.gather(*chosen)
         images, noise = loop.objective.view(batch, loop.order.epoch_of(step))
@@ -132,6 +133,14 @@ def test_accumulation_follows_the_full_batch(plain: Weights, micro: int) -> None
     assert max(calls) == micro
     assert sum(calls) == 16 * STEPS
     close(after, plain)
+
+
+def test_the_loss_that_is_told_is_that_of_the_whole_batch() -> None:
+    told = []
+    for micro in (None, 5):  # 5, 5, 5 and 1
+        loop = prepare(small(steps=1, ema=None, micro_batch=micro)).loop()
+        told += [float(loop.advance(images)[0]) for images in loop.batches(0, 1)]
+    assert told[1] == pytest.approx(told[0], rel=1e-5)
 
 
 def test_the_moving_average_is_its_definition(tmp_path: Path) -> None:
@@ -234,6 +243,16 @@ def test_records(finished: Path) -> None:
         assert r["lr"] == pytest.approx(learning_rate(r["step"] - 1, settings))
         assert r["epoch"] == pytest.approx(r["step"] * 16 / 40)
         assert r["images_per_s"] > 0
+
+
+def test_a_record_holds_the_mean_loss_since_the_one_before() -> None:
+    found: dict[int, list[float]] = {}
+    for every in (1, 4):
+        records: list[dict[str, Any]] = []
+        trained(Hooks(on_record=records.append), log_every=every, checkpoint_every=100)
+        found[every] = [record["loss"] for record in records]
+    means = [sum(found[1][i : i + 4]) / 4 for i in range(0, STEPS, 4)]
+    assert found[4] == pytest.approx(means, rel=1e-6)
 
 
 def test_a_record_cut_short_is_left_out(tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ def test_without_warm_up_the_peak_comes_first() -> None:
     assert learning_rate(5, settings) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(("most", "warm"), [(None, 20), (5, 5), (20, 20), (50, 20), (0, 0)])
+def test_the_warm_up_is_no_longer_than_told(most: int | None, warm: int) -> None:
+    settings = Settings(steps=100, batch_size=8, lr=2.0, warmup=0.2, warmup_steps=most, lr_schedule="constant")
+    rates = [learning_rate(step, settings) for step in range(100)]
+    assert rates == pytest.approx([2.0 * min(1, (step + 1) / max(warm, 1)) for step in range(100)])
+
+
 @pytest.mark.parametrize("warmup", [0.05, 0.13, 0.5, 1.0])
 def test_it_never_exceeds_the_peak(warmup: float) -> None:
     settings = Settings(steps=37, batch_size=8, lr=1.0, warmup=warmup)
@@ -96,11 +103,11 @@ def test_a_saved_state_does_not_choose_how_steps_are_computed() -> None:
 def test_the_average_starts_at_the_first_update_and_copies_buffers() -> None:
     model = torch.nn.BatchNorm1d(2)
     average = Average(model, 0.15)  # less than (1 + 1) / (10 + 1), so it is the decay itself
-    for step, value in enumerate((1.0, 2.0, 4.0)):
+    for step, value in enumerate((3.0, 2.0, 4.0)):
         torch.nn.init.constant_(model.weight, value)
         model.running_mean.fill_(value)
         average.update(step)
-    assert float(average.model.weight[0]) == pytest.approx(0.15 * (0.15 * 1 + 0.85 * 2) + 0.85 * 4)
+    assert float(average.model.weight[0]) == pytest.approx(0.15 * (0.15 * 3 + 0.85 * 2) + 0.85 * 4)
     assert float(average.model.running_mean[0]) == 4.0
 
 

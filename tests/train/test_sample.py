@@ -159,12 +159,30 @@ def test_clipping_makes_no_images_of_infinities(sampler: str, value: str) -> Non
         residua.sample(model, 2, sampler=sampler, steps=3, clip=True)
 
 
+def test_a_pixel_is_the_nearest_of_256_levels() -> None:
+    levels = torch.arange(192, dtype=torch.uint8).reshape(1, 3, 8, 8) + 40
+    for off in (-0.4, 0.0, 0.4):
+        assert torch.equal(sample._pixels(network(), (levels + off) / 127.5 - 1), levels)
+    ends = torch.tensor([-1.2, 1.2]).view(2, 1, 1, 1).expand(2, 3, 8, 8)
+    assert sample._pixels(network(), ends).flatten(1).unique(dim=1).tolist() == [[0], [255]]
+
+
 def test_pixels_are_clipped_and_latents_are_not() -> None:
     model = network()
     assert check_sampling(model, QUICK).clip is True
     model.autoencoder = object()
     assert check_sampling(model, QUICK).clip is False
     assert check_sampling(model, Sampling(clip=True)).clip is True
+
+
+@pytest.mark.parametrize("sampler", ["dpm-solver", "ddim", "heun", "euler-maruyama"])
+def test_steps_left_alone_are_even_where_the_text_says(sampler: str) -> None:
+    """In log(a / s) for the deterministic samplers of VP models, else in t."""
+    model = network()
+    stochastic = sampler == "euler-maruyama"
+    assert check_sampling(model, Sampling(sampler=sampler)).spacing == ("uniform" if stochastic else "logsnr")
+    model.process = Flow()
+    assert check_sampling(model, Sampling(sampler=sampler)).spacing == "uniform"
 
 
 @pytest.mark.parametrize(("precision", "short"), [("float32", False), ("tf32", True)])
