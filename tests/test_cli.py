@@ -329,3 +329,24 @@ def test_wheel_holds_all_that_the_demo_needs(tmp_path):
     assert done.returncode == 0, done.stderr
     assert str(site) in done.stdout
     assert (tmp_path / "d" / "report.html").stat().st_size > 10_000
+
+
+def test_long_work_is_counted_on_a_terminal_by_the_first_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    from rich.console import Console
+
+    console = sys.modules["residua.cli.console"]
+
+    def shown(**options: Any) -> str:
+        file = io.StringIO()
+        monkeypatch.setattr(console, "console", Console(file=file, highlight=False, **options))
+        monkeypatch.setattr(console, "_counted", 0.0)
+        for done in (256, 300, 1024):  # the second too soon after the first
+            console.counting("reading images", done, 1024)
+        return file.getvalue()
+
+    assert shown(force_terminal=True) == f"reading images: 256 of 1,024\r{' ' * 30}\r"
+    assert shown(force_terminal=False) == ""
+    monkeypatch.setenv("RANK", "1")
+    assert shown(force_terminal=True) == ""

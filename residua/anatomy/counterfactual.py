@@ -245,11 +245,11 @@ def points(outcomes: Sequence[Outcome], series: str, number: str, gauge: str = "
     ]
 
 
-def mean_s1(outcomes: Sequence[Outcome], series: str, gauge: str = "J") -> list[Point]:
+def mean_s1(outcomes: Sequence[Outcome], series: str, gauge: str) -> list[Point]:
     """Largest singular value, mean over blocks, of every network of a series; spread over blocks of all of them."""
     by_x: dict[float, list[float]] = {}
     for outcome in outcomes:
         if outcome.case.series == series:
             values = [row[0] for row in outcome.laws[gauge]["singular_values"]]
             by_x.setdefault(outcome.case.x, []).extend(values)
-    return [Point(x, fmean(v), stdev(v)) for x, v in sorted(by_x.items())]
+    return [Point(x, fmean(v), stdev(v) if len(v) > 1 else 0.0) for x, v in sorted(by_x.items())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -97,7 +98,7 @@ def anatomy(args: list[str]) -> None:
         budget=o.budget, classes=o.classes, seed=o.seed,
     )  # fmt: skip
     device = device_of(o.device)
-    found = study(model, splits, o.split, look, device=device, progress=_progress)
+    found = study(model, splits, o.split, look, device=device, progress=partial(counting, "blocks"))
     if found.left_out:
         n = len(found.parts[0].laws.names)
         note(f"of another shape than the {n} blocks compared, only singular values: {', '.join(found.left_out)}")
@@ -123,10 +124,6 @@ def _check_folder(folder: Path) -> None:
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"nothing can be written to {folder}: give another folder, --out FOLDER")
-
-
-def _progress(done: int, total: int) -> None:
-    counting(f"block {done} of {total}", done >= total)
 
 
 def _moment(moment: Moment) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,9 @@ class _Terminal(Console):
 
 console = _Terminal(highlight=False, soft_wrap=True)
 errors = _Terminal(stderr=True, highlight=False, soft_wrap=True)
+
+
+_counted = 0.0  # when `counting` last wrote
 
 
 class Bar:
@@ -164,14 +168,16 @@ def warn_shared(splits: Splits) -> None:
         note(f"{shared:,} test image{'s' * (shared > 1)} also occur{'s' * (shared == 1)} in the training part")
 
 
-def decoding(done: int, total: int) -> None:
-    counting(f"decoding {done:,} of {total:,} images", done >= total)
-
-
-def counting(text: str, last: bool) -> None:
-    """A line on a terminal that the next one takes the place of, but for the last."""
-    if console.is_terminal:
-        console.print(text, end="\n" if last else "\r", markup=False)
+def counting(what: str, done: int, total: int) -> None:
+    """A line on a terminal, from the first of several processes, that the next one takes the place of and the last
+    wipes out; where the total is 0 it is not known."""
+    global _counted
+    last, now = done == total, time.monotonic()
+    if not console.is_terminal or os.environ.get("RANK", "0") != "0" or not (last or now > _counted + 0.1):
+        return
+    _counted = now
+    text = f"{what}: {done:,}" + f" of {total:,}" * (total > 0)
+    console.print(" " * len(text) if last else text, end="\r", markup=False)
 
 
 def note(text: str) -> None:

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from residua.recipes.arguments import settings
 
-from .console import Bar, announce, console, counting, decoding, dry_run, note, say, typed
+from .console import Bar, announce, console, counting, dry_run, note, say, typed
 
 if TYPE_CHECKING:
     from residua.train.diffuse import Diffusion
@@ -26,7 +26,7 @@ def diffuse(args: list[str]) -> None:
 
     given = typed(args)  # before a settings file is taken from them
     config = settings(Diffuse, args, "diffuse", "Train a diffusion model whose identity shortcuts fade with depth.")
-    session = prepare(config, decoding, given)
+    session = prepare(config, counting, given)
     with agreed():
         main = announce(session)
     if session.config.machine.dry_run:
@@ -112,7 +112,7 @@ class FidMonitor:
 def _passing(what: str, done: int, total: int) -> None:
     """Images of the reference on their way through the extractor; of samples the total is not known."""
     if total:
-        counting(f"{what}: {done:,} of {total:,} images", done >= total)
+        counting(what, done, total)
 
 
 def _closing_words(run: Path | None, picture: Path | None) -> None:

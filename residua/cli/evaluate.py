@@ -122,7 +122,7 @@ def evaluate(args: list[str]) -> None:
         readout=o.readout, k=o.k, temperature=o.temperature, learning_rates=o.learning_rates or None,
         weight_decays=o.weight_decays or None, epochs=o.epochs, img_size=img_size(o.img_size), batch_size=o.batch_size,
         limit=o.limit, seed=o.seed, baselines=o.baselines, bf16=o.bf16,
-        device=device, accelerator=accelerator, cache=cache, progress=_probing, **chosen,
+        device=device, accelerator=accelerator, cache=cache, progress=counting, **chosen,
     )  # fmt: skip
     if accelerator is not None and not accelerator.is_main_process:
         return
@@ -187,7 +187,7 @@ def _evaluate_diffusion(
         k=o.k, temperature=o.temperature,
         learning_rates=o.learning_rates or None, weight_decays=o.weight_decays or None, epochs=o.epochs,
         baselines=o.baselines, batch_size=o.batch_size, device=device, limit=o.limit,
-        seed=o.seed, bf16=o.bf16, accelerator=accelerator, cache=cache, **chosen,
+        seed=o.seed, bf16=o.bf16, accelerator=accelerator, cache=cache, progress=counting, **chosen,
     )  # fmt: skip
     if accelerator is not None and not accelerator.is_main_process:
         return
@@ -219,10 +219,6 @@ def _cache_folder(model: str, given: str | None) -> Path:
         if (folder / "checkpoints").is_dir() and os.access(folder, os.W_OK):
             return folder / "features"
     return cache_dir() / "features"
-
-
-def _probing(done: int, total: int) -> None:
-    counting(f"probing: epoch {done} of {total}", done >= total)
 
 
 @dataclass(frozen=True)
@@ -266,6 +262,6 @@ def embed(args: list[str]) -> None:
     path = residua.evaluate.embed(
         model, o.data, o.out, layers=layers(o.layers), readout=o.readout,
         img_size=img_size(o.img_size), batch_size=o.batch_size, device=device,
-        on_bad_image=o.on_bad_image or bad_images(o.model, o.data),
+        on_bad_image=o.on_bad_image or bad_images(o.model, o.data), progress=counting,
     )  # fmt: skip
     say(f"written: {path}")

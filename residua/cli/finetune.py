@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from residua.recipes.arguments import finetune_settings
 
-from .console import Bar, announce, decoding, dry_run, note, say, typed, warn_shared
+from .console import Bar, announce, counting, dry_run, note, say, typed, warn_shared
 
 if TYPE_CHECKING:
     from residua.evaluate.finetune import FinetuneResult
@@ -22,7 +22,7 @@ def finetune(args: list[str]) -> None:
 
     given = typed(args)  # before a settings file is taken from them
     config = finetune_settings(args)
-    session = prepare(config, load=lambda spec: labelled(load(spec)), progress=decoding, given=given)
+    session = prepare(config, load=lambda spec: labelled(load(spec)), progress=counting, given=given)
     with agreed():
         main = announce(session)
         if main:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from residua.recipes.arguments import settings
 
-from .console import Bar, announce, console, decoding, dry_run, note, quickest_probe, say, typed, warn_shared
+from .console import Bar, announce, console, counting, dry_run, note, quickest_probe, say, typed, warn_shared
 
 if TYPE_CHECKING:
     from residua.train.health import Health
@@ -24,7 +24,7 @@ def pretrain(args: list[str]) -> None:
     config = settings(
         Pretrain, args, "pretrain", "Pretrain a masked autoencoder whose identity shortcuts fade with depth."
     )
-    session = prepare(config, decoding, given)
+    session = prepare(config, counting, given)
     with agreed():
         main = announce(session)
         if main:
@@ -69,7 +69,7 @@ def _closing_words(model: Any, session: Pretraining) -> None:
 
     report = evaluate(
         model, session.splits, probe=quickest_probe(session.accelerator.device.type), layers="all",
-        on_bad_image=session.machine.on_bad_image, accelerator=session.accelerator,
+        on_bad_image=session.machine.on_bad_image, accelerator=session.accelerator, progress=counting,
     )  # fmt: skip
     if not session.accelerator.is_main_process:
         return
@@ -79,7 +79,7 @@ def _closing_words(model: Any, session: Pretraining) -> None:
     page = run_report(run, model=model, splits=session.splits, evaluation=report)
     console.print(report.table())
     rank, fresh, pixels = (report.value("entropy rank", who) for who in ("model", "random init", "pixels"))
-    console.print(f"entropy rank {rank:.1f} nats (random init {fresh:.1f}, pixels {pixels:.1f}); pictures: {page}")
+    say(f"entropy rank {rank:.1f} nats (random init {fresh:.1f}, pixels {pixels:.1f}); pictures: {page}")
     say(f'load it:  model = residua.load("{run}")')
     where, images = (shlex.quote(text) for text in (str(run), session.config.data.data))
     say(f"use it:   residua embed {where} --data {images} --out features.parquet")

@@ -103,7 +103,7 @@ def score(args: list[str]) -> None:
         extractor=o.extractor, weights=o.weights, readout=o.readout, layer=o.layer, img_size=size,
         split=o.split, reference_split=part, limit=o.limit, reference_limit=o.reference_limit, k=o.k,
         subsets=o.subsets, subset_size=o.subset_size, seed=o.seed, batch_size=o.batch_size, bf16=o.bf16,
-        on_bad_image=o.on_bad_image, cache=cache, progress=_progress,
+        on_bad_image=o.on_bad_image, cache=cache, progress=counting,
         device=device_of(o.device),
     )  # fmt: skip
     if cache is not None and cache.read + cache.computed:
@@ -183,8 +183,3 @@ def _out(given: str | None, samples: str | Planned) -> Path | None:
     if path.suffix.lower() in (".npz", ".npy") and os.access(path.parent, os.W_OK):
         return path.with_suffix(".score.json")
     return None
-
-
-def _progress(what: str, done: int, total: int) -> None:
-    of = f" of {total:,}" if total else ""
-    counting(f"{what}: {done:,}{of} images", done == total)

@@ -9,7 +9,7 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import bad_images, console, data_of, device_of, img_size, note, say
+from .console import bad_images, console, data_of, device_of, img_size, note, out_file, say
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,14 @@ class SegmentOptions:
 
 def segment(args: list[str]) -> None:
     """Cluster patches, score against masks."""
-
     import residua
     from residua.evaluate import segment
 
     o = tyro.cli(SegmentOptions, args=args, prog="residua segment")
     model = residua.load(o.model)
-    data = o.data or data_of(o.model)
+    data, run = o.data or data_of(o.model), Path(o.model).expanduser()
+    where = run / "segmentation.json" if (run / "checkpoints").is_dir() else None
+    where = out_file(o.out, "segmentation.json") if o.out else where
     splits = residua.data.load(data)
     result = segment(
         model, splits, masks=o.masks, split=o.split, layer=o.layer, max_images=o.max_images,
@@ -73,8 +74,6 @@ def segment(args: list[str]) -> None:
     if result.without_mask:
         note(f"{result.without_mask:,} images have no mask in {o.masks} and were left out")
     console.print(result.table())
-    run = Path(o.model).expanduser()
-    where = Path(o.out) if o.out else run / "segmentation.json" if (run / "checkpoints").is_dir() else None
     if where is not None:
         say(f"written: {result.save(where)}")
         say(f"picture: {result.save_picture(where.with_suffix('.png'))}")

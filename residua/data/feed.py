@@ -19,7 +19,8 @@ from residua.data.room import cores, free_memory
 from residua.data.source import Source
 
 OnBadImage = Literal["error", "skip"]
-Progress = Callable[[int, int], None]
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and how much there is (0: not known)."""
 _Decoded = tuple[Tensor, Tensor, Tensor, list[int]]  # pixels, sizes, index, numbers of unreadable images
 
 RESIDENT_SHARE = 0.4  # of the device's free memory that images may take
@@ -40,7 +41,8 @@ class Feed:
 
     `on_bad_image="skip"` puts the next readable image, with its own number, in the place of an unreadable one.
     `skipped` counts these, and a warning names some: of a resident feed once it is filled, else when it is closed.
-    `wait_seconds` is the time the consumer spent waiting for data.
+    `wait_seconds` is the time the consumer spent waiting for data. `progress` is told of images decoded into memory,
+    and of those that `residua.evaluate` reads.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Feed:
             raise DataError(f"{source.name}: no images to feed")
         self.source, self.device = source, torch.device(device)
         self.workers = min(16, cores()) if workers is None else workers
-        self.on_bad_image, self.squash = on_bad_image, squash
+        self.on_bad_image, self.squash, self.progress = on_bad_image, squash, progress
         self.wait_seconds = 0.0
         self._bad: set[int] = set()
         self._target = max(pair(img_size))
@@ -76,7 +78,7 @@ class Feed:
         """Whether every image fills the canvas; known of a resident feed."""
         self.resident = self._fits(resident)
         if self.resident:
-            self._fill(progress)
+            self._fill()
             assert self._sizes is not None
             self.full = bool((self._sizes == self._sizes.new_tensor(self.canvas)).all())
 
@@ -163,7 +165,7 @@ class Feed:
             )
         return need <= RESIDENT_SHARE * free if resident is None else resident
 
-    def _fill(self, progress: Progress | None) -> None:
+    def _fill(self) -> None:
         whole = self.source.array()
         if whole is not None and whole.shape[1:3] == self.canvas:
             whole = whole if whole.dtype == np.uint8 else decode.to_unit(whole)
@@ -184,8 +186,8 @@ class Feed:
             pixels[filled : filled + len(block_sizes)] = block_pixels.to(self.device)
             sizes[filled : filled + len(block_sizes)] = block_sizes.to(self.device)
             filled += len(block_sizes)
-            if progress is not None:
-                progress(filled + len(self._bad), count)
+            if self.progress is not None:
+                self.progress("decoding images", filled + len(self._bad), count)
         if filled == 0:
             raise DataError(f"{self.source.name}: none of its {count} images can be read")
         if self._bad:

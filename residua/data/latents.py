@@ -163,7 +163,7 @@ def _encode(
         numbers += wanted[kept].tolist()
         os.utime(folder)  # those who wait look at it
         if progress is not None:
-            progress(int(wanted[-1]) + 1, len(source))
+            progress("encoding images", int(wanted[-1]) + 1, len(source))
     feed.close()
     if rows is None or not numbers:
         raise DataError(f"{source.name}: none of its {len(source)} images can be read")

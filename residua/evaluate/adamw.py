@@ -13,7 +13,7 @@ would be: 11 bits of mantissa instead of 8.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -68,6 +68,7 @@ def fit_rows(
     batch_size: int,
     warmup: float = 0.0,
     seed: int = 0,
+    passed: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """`fit_adamw` on features laid out for it, for some of the images; parameters (L, D', R, C) in float32.
 
@@ -87,10 +88,12 @@ def fit_rows(
             pick = order + len(y) * torch.randint(views, (n,), generator=generator, device=rows.device)
             if recorded is not None:
                 recorded.epoch(pick, y[order])
+                passed()
                 continue
             now = schedule[epoch * per_epoch :]
             for i, (image, row) in enumerate(zip(order.tensor_split(per_epoch), pick.tensor_split(per_epoch))):
                 step(row, y[image], now[i].tolist() if not rows.is_cuda else now[i].to(rows.device, torch.float32))
+            passed()
     return step.params
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from residua.data import DataError, Preprocessing, Source, Splits, load, mixing, rng
 from residua.data.autoencoder import Autoencoder, open_autoencoder
-from residua.data.feed import OnBadImage
+from residua.data.feed import OnBadImage, Progress
 from residua.nn import SiT, UViT, create_model
 from residua.nn.diffusion import noised, process_config
 
@@ -150,6 +150,7 @@ def evaluate_diffusion(
     on_bad_image: OnBadImage = "error",
     accelerator: Any = None,
     cache: Cache = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Score the frozen features of a diffusion model, blocks x noise levels, beside the untrained model and pixels.
 
@@ -188,7 +189,7 @@ def evaluate_diffusion(
                 found[PIXELS] = pixel_subject(16)
             return found
 
-        open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image)
+        open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image, progress=progress)
         read = partial(read_features, open_with=open_with, cache=open_cache(cache), on_bad_image=on_bad_image)
         seen = {"train": views if probe == "cached" and data.train.labels is not None else 0, "test": 0}
         sources = {name: pick_split(data, name, limit, seed) for name in seen}
@@ -201,7 +202,7 @@ def evaluate_diffusion(
     if not has_classes(*subjects[MODEL]):
         raise DataError(f"{data.name} has no labels of two classes or more: there is nothing to probe for")
     if probe is not None:
-        results = probe_features(subjects, probe, options | {"seed": seed, "device": where})
+        results = probe_features(subjects, probe, options | {"seed": seed, "device": where, "progress": progress})
     train, test = subjects[MODEL]
     report = Report(
         data=data.name, readout=", ".join(map(level, levels)), layers=chosen, img_size=view.preprocessing.img_size,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from residua.adapt import Foreign, encoder_of
 from residua.data import DataError, Feed, Source, Splits, load
-from residua.data.feed import OnBadImage
+from residua.data.feed import OnBadImage, Progress
 from residua.files import replacing
 
 from .distributed import world
@@ -53,12 +53,14 @@ def embed(
     bf16: bool = False,
     on_bad_image: OnBadImage = "error",
     splits: Sequence[str] = ("train", "test"),
+    progress: Progress | None = None,
 ) -> Path:
     """Write features to a parquet file as they are computed; memory holds one row group.
 
     Columns: `id` (path or number of the image), `split`, `label` and `class` (null where unknown), and one
     `layer_<i>` of float32 vectors per layer. How they were made is in the file's metadata under "residua".
-    The file appears under its name when it is complete. One process only.
+    The file appears under its name when it is complete. `progress` is told of images, as by `extract`. One process
+    only.
     """
     if world()[1] > 1:
         raise RuntimeError("embed writes one file from one process; run it without a launcher")
@@ -84,7 +86,7 @@ def embed(
         pq.ParquetWriter(part, schema) as writer,
     ):  # fmt: skip
         for name, source in sources.items():
-            with closing(open_feed(source, where, view, on_bad_image)) as feed:
+            with closing(open_feed(source, where, view, on_bad_image, progress)) as feed:
                 _write(writer, schema, name, feed, reader, view, row_group)
     return out
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from residua.adapt import encoder_of, is_own
 from residua.adapt.foreign import preprocessing_of as preprocessing_of_foreign
 from residua.data import DataError, Feed, Preprocessing, Source, Splits, load
-from residua.data.feed import OnBadImage
+from residua.data.feed import OnBadImage, Progress
 from residua.data.source import fingerprint_of
 from residua.nn.vit import patch_grid
 
@@ -90,6 +90,7 @@ def extract(
     accelerator: Any = None,
     splits: Sequence[str] = ("train", "test"),
     cache: Cache = None,
+    progress: Progress | None = None,
 ) -> Features:
     """Features of a data set's images under a frozen encoder.
 
@@ -102,6 +103,8 @@ def extract(
 
     `cache` is a folder that keeps features (see `residua.evaluate.cache`): what is there is not computed again but
     memory-mapped, what is not is written there as it is computed and need not fit into memory.
+
+    `progress` is told what is done and how much of it, as in `progress("reading images", 256, 50000)`.
 
     The model is left as it was, in evaluation or training mode, and so is the global random state. Several
     processes share the batches; each receives the whole, equal to what one process would compute.
@@ -118,7 +121,7 @@ def extract(
     view = View(preprocessing_of(model, data.train, img_size), batch_size, views, seed, bf16)
     device = accelerator.device if device is None and accelerator is not None else device
     with frozen(model, device) as where:
-        open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image)
+        open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image, progress=progress)
         return _extract({"": subject}, data, splits, limit, view, open_with, open_cache(cache), on_bad_image)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from residua.data import DataError, Source, Splits
 from residua.data.arrays import ArraySource
 from residua.data.augment import ImgSize
-from residua.data.feed import OnBadImage
+from residua.data.feed import OnBadImage, Progress
 from residua.files import write_text
 
 from .distributed import world
@@ -31,7 +31,7 @@ from .features import Cache, open_cache, pick_split
 from .featureset import Readout
 from .fid import Statistics, check_neighbors, frechet_distance, kernel_distance, precision_recall
 from .pictures import Pictures, Split, made_by, open_images, open_samples
-from .summary import Progress, Settings, Summary, exactly, published_statistics, summarize, summarize_batches
+from .summary import Settings, Summary, exactly, published_statistics, summarize, summarize_batches
 
 Metric = Literal["fid", "kid", "prc"]
 METRICS = ("fid", "kid", "prc")

@@ -14,7 +14,7 @@ at least 32), and the rate with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from residua.adapt import encoder_of
 from residua.data import Feed, Splits, load
-from residua.data.feed import OnBadImage
+from residua.data.feed import OnBadImage, Progress
 
 from .adamw import cosine
 from .distributed import sum_over_processes, world
@@ -36,7 +36,6 @@ from .reading import Layers, Reader, View, check_readouts, frozen, open_feed, re
 
 Key: TypeAlias = tuple[str, tuple[str, int]]
 """Subject, and its (read-out, layer)."""
-Progress: TypeAlias = Callable[[int, int], None]
 
 CROP_SCALE = (0.08, 1.0)  # that of torchvision's RandomResizedCrop, as He et al. have it
 BN_EPS, BN_MOMENTUM, MOMENTUM, TRUST, LARS_EPS = 1e-6, 0.1, 0.9, 1e-3, 1e-8
@@ -66,8 +65,8 @@ def mae_probe(
     """The linear probe of He et al. (2022) of a frozen encoder; needs a labelled training and test split.
 
     `learning_rates` are per 256 images. Candidates are chosen among, and reported, as by `linear_probe`.
-    `encoder_batch` images pass the encoder at once; it does not change the result. `progress` is told epochs done and
-    in all. Several processes share the images.
+    `encoder_batch` images pass the encoder at once; it does not change the result. `progress` is told of epochs, as by
+    `extract`. Several processes share the images.
 
     >>> mae_probe(model, "imagenet:PATH", readout=("tokens", "cls"), learning_rates=(0.1,)).accuracy
     """
@@ -156,7 +155,7 @@ def _batches(
             x, index = _together(read, keys, parts, rank, size, feed.device)
             yield x, index, cosine(epoch * per_epoch + i, recipe.epochs * per_epoch, recipe.warmup)
         if progress is not None:
-            progress(epoch + 1, recipe.epochs)
+            progress("probing", epoch + 1, recipe.epochs)
 
 
 @torch.inference_mode()

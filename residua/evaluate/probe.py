@@ -18,12 +18,14 @@ rate. An affine map in front of a linear classifier does not change what it can 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 
 import torch
 from torch import Tensor
 
+from residua.data.feed import Progress
 from residua.data.room import free_memory
 
 from .adamw import fit_rows, row_width
@@ -70,6 +72,7 @@ def linear_probe(
     seed: int = 0,
     device: str | torch.device | None = None,
     precision: Precision = "auto",
+    progress: Progress | None = None,
 ) -> ProbeResult:
     """Train linear classifiers on `train`, report accuracy on `test`.
 
@@ -77,8 +80,8 @@ def linear_probe(
     training images and are compared on the rest (stratified). The best of each layer and read-out is then trained
     again, on all training images, and scored on `test`; `.accuracy` is that of the one that did best on the held-out
     images. The test set chooses nothing. A single candidate skips the first pass. `.interval` is Wilson's 95 % interval
-    over the test images; `.grid` holds every candidate. Layers whose features do not fit into memory together come one
-    after the other.
+    over the test images; `.grid` holds every candidate. Layers whose features do not fit into memory together
+    come one after the other. `progress` is told of epochs, as by `extract`.
 
     `protocol="cached"` needs features extracted with `views=3`. For "lbfgs" the weight decay is the L2
     penalty on the mean loss (scikit-learn's `C` is `1 / (N * weight_decay)`) and learning rates do not apply.
@@ -103,16 +106,18 @@ def linear_probe(
     parts = [rows.to(device) for rows in split(y.cpu(), holdout, seed)] if choosing else []
     everyone, tested = (torch.arange(len(labels), device=device) for labels in (y, y_test))
     held_parts, test_parts = [], []
-    for some in _groups(columns, 1 if protocol == "lbfgs" else _room(train, test, views, device, dtype)):
+    groups = _groups(columns, 1 if protocol == "lbfgs" else _room(train, test, views, device, dtype))
+    passed = _told(progress, len(groups) * (1 + choosing) * max(1, recipe.epochs))
+    for some in groups:
         x, x_test = _prepare(train, test, {column: scales[column] for column in some}, views, device, dtype)
         if choosing:
             kept, held = parts
             pairs = torch.tensor([settings] * len(some), dtype=torch.float64)
-            params = _fit(protocol, recipe, x, y, kept, classes, pairs, seed)
+            params = _fit(protocol, recipe, x, y, kept, classes, pairs, seed, passed)
             held_parts.append(_score(params, x[:, : len(y), : x_test.shape[2]], y, held))
         _, best, _ = conclude(_named(train, some), settings, held_parts[-1] if choosing else None)
         pairs = torch.tensor([[(h.learning_rate, h.weight_decay)] for h in best], dtype=torch.float64)
-        params = _fit(protocol, recipe, x, y, everyone, classes, pairs, seed)
+        params = _fit(protocol, recipe, x, y, everyone, classes, pairs, seed, passed)
         test_parts.append(_score(params, x_test, y_test, tested))
         del x, x_test  # before the next ones are made
     held_scores = Outcome.joined(held_parts) if choosing else None
@@ -134,17 +139,34 @@ def linear_probe(
 
 
 def _fit(
-    protocol: str, recipe: Recipe, x: Tensor, y: Tensor, images: Tensor, classes: int, settings: Tensor, seed: int
+    protocol: str,
+    recipe: Recipe,
+    x: Tensor,
+    y: Tensor,
+    images: Tensor,
+    classes: int,
+    settings: Tensor,
+    seed: int,
+    passed: Callable[[], None],
 ) -> Tensor:
     """Train (columns, settings) heads on some images; `settings` is (L, R, 2): learning rate, weight decay.
 
-    `x` is (L, V N, D'), the centre views first, with a column of ones.
+    `x` is (L, V N, D'), the centre views first, with a column of ones. `passed` is called after every epoch, or after
+    what has none.
     """
     lr, wd = settings.unbind(-1)
     if protocol == "lbfgs":
-        return fit_lbfgs(x[:, images, :-1], y[images], classes, wd)
+        params = fit_lbfgs(x[:, images, :-1], y[images], classes, wd)
+        passed()
+        return params
     options = {"epochs": recipe.epochs, "batch_size": recipe.batch_size, "warmup": recipe.warmup, "seed": seed}
-    return fit_rows(x, y, images, classes, lr, wd, **options)  # type: ignore[arg-type]
+    return fit_rows(x, y, images, classes, lr, wd, passed=passed, **options)  # type: ignore[arg-type]
+
+
+def _told(progress: Progress | None, total: int) -> Callable[[], None]:
+    """To be called `total` times."""
+    done = count(1)
+    return lambda: progress("probing", next(done), total) if progress is not None else None
 
 
 def _score(params: Tensor, x: Tensor, y: Tensor, rows: Tensor, chunk: int = 4096) -> Outcome:

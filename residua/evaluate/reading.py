@@ -16,7 +16,7 @@ from residua.adapt import Foreign
 from residua.adapt.example import evaluating
 from residua.data import Batch, Feed, Preprocessing, Source, train_view
 from residua.data.augment import normalize
-from residua.data.feed import OnBadImage
+from residua.data.feed import OnBadImage, Progress
 from residua.nn import ViT
 from residua.nn.classifier import pool
 
@@ -120,10 +120,17 @@ class View:
         )
 
 
-def open_feed(source: Source, device: torch.device, view: View, on_bad_image: OnBadImage = "error") -> Feed:
+def open_feed(
+    source: Source,
+    device: torch.device,
+    view: View,
+    on_bad_image: OnBadImage = "error",
+    progress: Progress | None = None,
+) -> Feed:
     """The feed that serves a view."""
     p = view.preprocessing
-    return Feed(source, device, img_size=p.img_size, on_bad_image=on_bad_image, squash=p.crop_mode == "squash")
+    squash = p.crop_mode == "squash"
+    return Feed(source, device, img_size=p.img_size, on_bad_image=on_bad_image, progress=progress, squash=squash)
 
 
 def read(
@@ -139,9 +146,13 @@ def read(
     compute = _Replayed(reader, view, feed.full) if cuda and feed.resident and len(batches) >= _MIN_TO_RECORD else None
     stream = torch.cuda.Stream(feed.device) if cuda else None
     waiting: deque[_Fetch] = deque()
+    done, total = 0, sum(map(len, batches))
     for wanted, batch in zip(batches, feed.iterate(batches)):
         packed = _read_batch(batch, reader, view, feed.full) if compute is None else compute(batch)
         waiting.append(_Fetch(wanted, batch.index, packed, stream))
+        done += len(wanted)
+        if feed.progress is not None:
+            feed.progress("reading images", done, total)
         if len(waiting) > (_AHEAD if cuda else 0):
             yield waiting.popleft().arrived()
     while waiting:

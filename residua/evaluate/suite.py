@@ -14,10 +14,9 @@ from residua.adapt import Foreign, encoder_of
 from residua.adapt import untrained as untrained_model
 from residua.adapt.encoder import create_model
 from residua.data import Feed, Source, Splits, load
-from residua.data.feed import OnBadImage
+from residua.data.feed import OnBadImage, Progress
 from residua.nn import ViT
 
-from .distributed import is_main
 from .features import (
     Cache,
     ImgSize,
@@ -38,7 +37,7 @@ from .features import (
 )
 from .featureset import FeatureSet, Readout
 from .knn import check_votes
-from .online import Progress, probe_online
+from .online import probe_online
 from .probe import linear_probe, moments
 from .protocols import PROTOCOLS, ProbeResult, Protocol, resolve_recipe
 from .rank import CollapsedError
@@ -99,7 +98,7 @@ def evaluate(
     always the same) is the test set. No `k` exceeds the number of training images. One pass over the images serves
     the model and both baselines, all layers and all read-outs; with `cache`, a folder, a second evaluation needs none.
     `views` random views per training image are read for the cached probe only. The "mae" probe passes the images
-    through the encoder again in every epoch, and tells `progress` epochs done and in all.
+    through the encoder again in every epoch. `progress` is told of images and of the probe, as by `extract`.
 
     `shots` adds kNN with only so many labelled images a class, over ten draws of them. `geometry` adds the other ranks,
     how classes lie, each layer's spectrum, and LiDAR, for which 1,000 training images are read in ten views.
@@ -133,7 +132,7 @@ def evaluate(
         if baselines:
             readers[RANDOM] = encoder_subject(untrained(encoder, seed).to(where), chosen, readouts)
             readers[PIXELS] = pixel_subject(pixel_size)
-        open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image)
+        open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image, progress=progress)
         wanted = views if probe == "cached" and data.train.labels is not None else 0
         read = partial(read_features, readers, open_with=open_with, cache=open_cache(cache), on_bad_image=on_bad_image)
         whole = {name: read(source, view=_viewed(view, name, wanted)) for name, source in sources.items() if source}
@@ -145,7 +144,7 @@ def evaluate(
         if labelled and probe == "mae":
             results = _probe_online(readers, subjects, sources, view, open_with, options, progress)
     if labelled and probe is not None and probe != "mae":
-        results = probe_features(subjects, probe, options | {"seed": seed, "device": where})
+        results = probe_features(subjects, probe, options | {"seed": seed, "device": where, "progress": progress})
     train, test = subjects[MODEL]
     report = Report(
         data=data.name,
@@ -253,7 +252,7 @@ def _probe_online(
     assert len(rows) == 2
     recipe = resolve_recipe("mae", len(train), **options)
     try:
-        found = probe_online(sound, feeds, rows, view, recipe, progress=progress if is_main() else None)
+        found = probe_online(sound, feeds, rows, view, recipe, progress=progress)
     finally:
         for feed in feeds:
             feed.close()

@@ -8,7 +8,7 @@ where a score needs them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from torch import Tensor
 from residua.data import Batch, DataError, Feed, Preprocessing, Source
 from residua.data.arrays import read_npz
 from residua.data.augment import ImgSize
-from residua.data.feed import OnBadImage
+from residua.data.feed import OnBadImage, Progress
 from residua.files import replacing
 
 from .cache import CacheError, Entry, FeatureCache, checksum
@@ -31,9 +31,6 @@ from .features import Subject, read_features
 from .fid import Moments, Statistics, exact_float32, statistics
 from .pictures import Pictures, first_line
 from .reading import Column, Reader, View, frozen, pass_over, undisturbed
-
-Progress = Callable[[str, int, int], None]
-"""Called with whose images, how many are done, and of how many (0: not known)."""
 
 _COLUMN: Column = ("features", 0)
 _FEW = 2048  # images decoded sooner than workers would have started
@@ -88,7 +85,7 @@ def summarize(
     """Statistics of a source's images, and their features where `features` says so."""
     plain = Preprocessing(pictures.shape, (0.0,) * 3, (1.0,) * 3)
     view = Untouched(plain, settings.batch_size, bf16=settings.bf16)
-    reader = _reader(extractor, pictures.name, len(pictures), settings.progress)
+    reader = _reader(extractor, f"reading {pictures.name}", len(pictures), settings.progress)
     entry = stored = kept = None
     if cache is not None:
         fingerprint = pictures.fingerprint()
@@ -158,7 +155,7 @@ def summarize_batches(
         moments.add(found)
         if features:
             kept.append(found.cpu())
-        settings.progress(name, moments.count, 0)
+        settings.progress(f"reading {name}", moments.count, 0)
     return Summary(name, "all", size, moments.statistics(name), torch.cat(kept).clone() if features else None)
 
 

@@ -101,9 +101,10 @@ def counterfactual_page(kind: str, setting: str, outcomes: Sequence[Outcome], sp
         page.figures((inverse_values(lines), f"RA4 in gauge {gauge}, seed {first.case.seed}."))
     if setting == "depth" and len({o.case.x for o in outcomes}) > 1:
         page.heading("Against the total depth")
-        found = {name: mean_s1(outcomes, name) for name in dict.fromkeys(o.case.series for o in outcomes)}
-        text = "The other reading of RA4: -1 is inversely with the total depth. Bars: spread over blocks."
-        page.figures((depth_law(found), text))
+        text = "The other reading of RA4: -1 is inversely with the total depth. Bars: spread over blocks. Gauge "
+        for gauge in first.laws:
+            found = {name: mean_s1(outcomes, name, gauge) for name in dict.fromkeys(o.case.series for o in outcomes)}
+            page.figures((depth_law(found), f"{text}{gauge}."))
     return page.save(path)
 
 

@@ -21,7 +21,7 @@ _HOME = {
 }  # fmt: skip
 __all__ = [
     "Diffuse", "Finetune", "Hooks", "Loop", "Pretrain", "Session", "TrainingStopped", "checkpoints", "estimate", "fit",
-    "load", "prepare", "pretrain", "read_metrics",
+    "load", "prepare", "read_metrics",
 ]  # fmt: skip
 
 

@@ -34,7 +34,10 @@ def test_the_file_holds_what_extract_returns(vit: ViT, noise: Splits, tmp_path: 
 def test_rows_are_written_as_they_come_and_the_file_says_how_it_was_made(
     vit: ViT, noise: Splits, tmp_path: Path
 ) -> None:
-    file = pq.ParquetFile(embed(vit, noise, tmp_path / "f.parquet", batch_size=8, row_group=16, splits=("train",)))
+    told: list[tuple[str, int, int]] = []
+    file = pq.ParquetFile(embed(vit, noise, tmp_path / "f.parquet", batch_size=8, row_group=16, splits=("train",),
+                                progress=lambda *now: told.append(now)))  # fmt: skip
+    assert told[-7:] == [("reading images", done, 50) for done in (8, 16, 24, 32, 40, 48, 50)]
     assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [16, 16, 16, 2]
     about = json.loads(file.schema_arrow.metadata[b"residua"])
     assert (about["readout"], about["layers"], about["data"]) == ("tokens", [2], "noise")

@@ -98,13 +98,13 @@ def test_weight_decay_and_trust_are_timms_for_every_head() -> None:
 def test_it_learns_and_a_larger_rate_helps_a_small_set(digits: Splits) -> None:
     torch.manual_seed(0)
     vit = ViT(img_size=8, patch_size=2, in_chans=1, embed_dim=32, depth=2, num_heads=2)
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[str, int, int]] = []
     result = mae_probe(vit, digits, epochs=6, learning_rates=(0.1, 300.0), progress=lambda *a: seen.append(a))
     assert result.best.learning_rate == 300
     assert result.accuracy > 25
     assert result.accuracy < result.top5
     assert result.interval[0] < result.accuracy < result.interval[1]
-    assert seen == [(i + 1, 6) for i in range(6)]
+    assert [told for told in seen if told[0] == "probing"] == [("probing", i + 1, 6) for i in range(6)]
 
 
 def test_the_suite_probes_model_and_baselines_by_the_same_passes(vit: ViT, noise: Splits) -> None:

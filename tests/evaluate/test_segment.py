@@ -274,6 +274,8 @@ def test_the_command(vit: ViT, pictures: Path, capsys) -> None:
     stored = json.loads((pictures / "s.json").read_text())
     assert (stored["n_images"], stored["classes"], stored["without_mask"]) == (8, ["0", "4"], 1)
     assert Image.open(pictures / "s.png").size[1] == 3 * 132 - 4
+    assert cli.main(["segment", weights, *where, "--out", str(pictures)]) == 2
+    assert "is a folder: name the file to write" in capsys.readouterr().err
     (pictures / "images/2.jpg").write_bytes(b"")
     assert cli.main(["segment", weights, *where[:2], "--device=cpu"]) == 2
     assert "it is empty" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -291,3 +292,16 @@ def test_held_out_images_choose_the_layer_of_knn_with_one_layer_copied_at_a_time
     add_knn(report, {"model": (train, test)}, 5, 0.07, torch.device("cpu"))
     assert [score.layer for score in report.scores if score.settings.get("chosen")] == [1]
     assert copied == [[0], [0], [1], [1], [2], [2]]
+
+
+@pytest.mark.parametrize("probe", ["lbfgs", "simple"])
+def test_progress_is_told_of_images_and_of_the_probe(mae: MAE, digits: Splits, probe: Any) -> None:
+    """Each count ends at its total: of the images of both splits, and of the epochs, or solutions, of two fits."""
+    told: list[tuple[str, int, int]] = []
+    epochs = {"epochs": 5} if probe == "simple" else {}
+    evaluate(mae, digits, probe=probe, layers="all", baselines=False, batch_size=48, limit=100,
+             progress=lambda *now: told.append(now), **epochs)  # fmt: skip
+    images = [("reading images", done, 100) for done in (48, 96, 100)]
+    total = 2 * (5 if probe == "simple" else mae.encoder.depth)
+    assert [now for now in told if now[0] == "reading images"] == images * 2
+    assert [now for now in told if now[0] == "probing"] == [("probing", i + 1, total) for i in range(total)]
