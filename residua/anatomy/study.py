@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from residua.adapt import Foreign, is_own, stream, unwrapped
 from residua.adapt.foreign import preprocessing_of
 from residua.data import DataError, Preprocessing, Source, Splits
+from residua.data.errors import some
 from residua.evaluate.reading import frozen
 from residua.nn import SiT, UViT
 from residua.nn.diffusion import noised
@@ -217,10 +218,21 @@ def _shown(
     t = images.new_full((len(images),), time)
     context = [noised(own.process, images, noise, t), own.process.time_input(t)]
     if own.num_classes is not None:
-        if source.labels is None:
-            raise DataError(f"{source.name} has no labels, and the model is told them")
-        context.append(torch.from_numpy(source.labels[list(chosen)]).to(weight.device))
+        context.append(_told(own, source, chosen).to(weight.device))
     return tuple(context)
+
+
+def _told(model: Any, source: Source, chosen: Sequence[int]) -> Tensor:
+    """Labels as the model was told them: numbers among its own classes, those of its training images."""
+    if source.labels is None:
+        raise DataError(f"{source.name} has no labels, and the model is told them")
+    labels, own = source.labels[list(chosen)], getattr(model, "classes", None)
+    if own is None:
+        return torch.from_numpy(labels)
+    names = [source.classes[i] if source.classes else str(i) for i in labels]
+    if others := set(names) - set(own):
+        raise DataError(f"{source.name} has classes that the model was not trained on: {some(sorted(others))}")
+    return torch.tensor([own.index(name) for name in names])
 
 
 def _drawn(source: Source, look: Look) -> list[int]:

@@ -12,12 +12,15 @@ import torch
 
 import residua
 from residua.adapt import Foreign
-from residua.anatomy import counterfactual, neural_collapse
+from residua.anatomy import counterfactual, jacobian_svd, neural_collapse
+from residua.anatomy import study as study_module
 from residua.anatomy.counterfactual import plan, points, run
-from residua.anatomy.study import Look, along, balanced, study
+from residua.anatomy.study import Look, _drawn, _shown, along, balanced, preprocessing, study
 from residua.anatomy.study import _features as layer_features
 from residua.data import DataError, Preprocessing
+from residua.evaluate import extract, knn
 from residua.nn.diffusion import VP
+from residua.train.checkpoint import checkpoints, write_checkpoint
 
 LOOK = Look(k=6, images=3, per_class=2)
 QUICK: dict[str, Any] = {"width": 12, "depths": (3,), "epochs": 1.0}
@@ -82,11 +85,60 @@ def test_paths_are_those_of_the_stream_in_one_plane(digits: residua.data.Splits)
     assert not torch.equal(other.paths, one.paths)
 
 
+def test_paths_and_labels_are_of_the_same_images(digits: residua.data.Splits) -> None:
+    model, look = classifier(), replace(LOOK, per_class=10)
+    part, drawn = study(model, digits, "test", look).parts[0], _drawn(digits.test, look)
+    assert part.labels.tolist() == digits.test.labels[drawn].tolist()
+    with torch.no_grad():
+        start = model.embed(preprocessing(model, digits.train)([digits.test.read(i) for i in drawn]))
+    start = start.flatten(1).double()  # 30 points in 12 dimensions: a plane that all fit is no accident
+    plane = torch.linalg.lstsq(start, part.paths[0]).solution
+    torch.testing.assert_close(start @ plane, part.paths[0], rtol=0, atol=1e-5)
+
+
+def test_paths_are_drawn_of_the_first_classes(digits: residua.data.Splits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study_module, "MOST_CLASSES", 2)
+    drawn = _drawn(digits.test, replace(LOOK, per_class=5))
+    assert np.bincount(digits.test.labels[drawn]).tolist() == [5, 5]
+
+
+def test_paths_in_the_other_gauge_are_those_of_the_ordinary_network(digits: residua.data.Splits) -> None:
+    model = classifier(alpha_min=0.5)
+    faded, ordinary = (study(model, digits, "test", replace(LOOK, gauge=g)).parts[0] for g in ("J", "J/alpha"))
+    left = torch.cat([torch.ones(1), residua.stream(model).alphas.detach().cumprod(0)]).double()
+    torch.testing.assert_close(ordinary.paths, faded.paths / left[:, None, None])
+    own = residua.stream(model).alphas.detach().double()
+    torch.testing.assert_close(ordinary.laws.S, faded.laws.S / own[:, None])
+
+
+def test_what_is_asked_for_goes_before_what_is_known(digits: residua.data.Splits) -> None:
+    model = classifier()
+    assert study(model, digits, "test", replace(LOOK, classes=2)).parts[0].laws.classes == 2
+    model.preprocessing = Preprocessing((8, 8), (0.2,), (0.3,), 1)
+    assert preprocessing(model, digits.train) == model.preprocessing
+
+
+def autoencoder() -> Any:
+    return residua.create_model("mae_vit", img_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=2,
+                                decoder_embed_dim=8, decoder_depth=1, decoder_num_heads=1,
+                                zero_init=False).eval()  # fmt: skip
+
+
+def test_layers_of_an_encoder_are_means_of_its_tokens() -> None:
+    shapes, model = residua.data.load("shapes?n=24&size=8&test=12"), autoencoder()
+    part = study(model, shapes, "test", LOOK).parts[0]
+    pre, taps = preprocessing(model, shapes.train), {}
+    with torch.no_grad():
+        images = pre([shapes.test.read(i) for i in range(len(shapes.test))])
+        model.encoder.forward_features(images, tap=taps.__setitem__)
+    assert list(part.collapse) == list(taps)
+    for name, tokens in taps.items():
+        direct = neural_collapse(tokens.mean(1), torch.from_numpy(shapes.test.labels))
+        assert part.collapse[name].nc1 == pytest.approx(direct.nc1, rel=1e-3)
+
+
 def test_encoders_have_no_c_and_no_head() -> None:
-    shapes = residua.data.load("shapes?n=24&size=8&test=12")
-    model = residua.create_model("mae_vit", img_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=2,
-                                 decoder_embed_dim=8, decoder_depth=1, decoder_num_heads=1,
-                                 zero_init=False).eval()  # fmt: skip
+    shapes, model = residua.data.load("shapes?n=24&size=8&test=12"), autoencoder()
     whole = study(model, shapes, "test", LOOK).parts[0]
     assert whole.laws.S.shape == (3, 4, 6)
     assert "RA3" not in whole.laws.verdicts()
@@ -219,9 +271,47 @@ def test_every_checkpoint_of_a_run(tmp_path: Path, digits: residua.data.Splits) 
     seen: list[int] = []
     moments = along(out, digits, LOOK, each=lambda moment: seen.append(moment.step))
     assert seen == [moment.step for moment in moments] == [2, 4]
-    assert all(0 <= moment.score <= 100 for moment in moments)
+    for moment, path in zip(moments, checkpoints(out), strict=True):
+        (there,) = study(residua.load(path, ema=False), digits, "test", LOOK).parts
+        torch.testing.assert_close(moment.laws.S, there.laws.S)
+        assert moment.score == there.accuracy
     with pytest.raises(ValueError, match="no checkpoints"):
         along(tmp_path, digits, LOOK)
+
+
+def test_the_score_of_an_encoder_is_its_knn(tmp_path: Path) -> None:
+    shapes, model = residua.data.load("shapes?n=64&size=8&test=32"), autoencoder()
+    model.preprocessing = Preprocessing((8, 8), (0.5,) * 3, (0.5,) * 3)
+    write_checkpoint(tmp_path, 1, model, {})
+    (moment,) = along(tmp_path, shapes, LOOK)
+    features = extract(residua.load(tmp_path), shapes)
+    assert moment.score == knn(features.train, features.test, k=20, temperature=0.07).accuracy
+
+
+def test_a_diffusion_model_is_shown_noise_its_time_and_labels(digits: residua.data.Splits) -> None:
+    model = residua.create_model("uvit", img_size=8, patch_size=4, in_chans=1, embed_dim=12, depth=2, num_heads=2,
+                                 num_classes=3).double()  # fmt: skip
+    model.process, chosen = VP(), [5, 3, 10]
+    pre = Preprocessing((8, 8), (0.5,), (0.5,), 1)
+    x, t, y = _shown(model, digits.train, chosen, pre, 1, 0.3)
+    assert t.tolist() == pytest.approx([999 * 0.3] * 3)
+    assert y.tolist() == digits.train.labels[chosen].tolist()
+    a = np.exp(-0.25 * 0.3**2 * 19.9 - 0.5 * 0.3 * 0.1)
+    noise = (x - a * pre([digits.train.read(i) for i in chosen]).double()) / np.sqrt(1 - a**2)
+    assert float(noise.square().mean()) == pytest.approx(1, abs=0.25)  # 192 normal numbers
+    assert not torch.allclose(x, _shown(model, digits.train, chosen, pre, 2, 0.3)[0])  # another seed
+
+
+def test_a_diffusion_model_is_told_labels_as_in_training(digits: residua.data.Splits) -> None:
+    """Numbers among the classes of its training images, where some of the data's have none."""
+    model = residua.create_model("uvit", img_size=8, patch_size=4, in_chans=1, embed_dim=12, depth=2, num_heads=2,
+                                 num_classes=2)  # fmt: skip
+    model.process, model.classes = VP(), ["1", "2"]
+    chosen = [int(np.flatnonzero(digits.train.labels == label)[0]) for label in (2, 1, 0)]
+    pre = Preprocessing((8, 8), (0.5,), (0.5,), 1)
+    assert _shown(model, digits.train, chosen[:2], pre, 1, 0.3)[2].tolist() == [1, 0]
+    with pytest.raises(DataError, match="not trained on: 0"):
+        _shown(model, digits.train, chosen, pre, 1, 0.3)
 
 
 @pytest.mark.parametrize("told", [None, 3])
@@ -252,6 +342,20 @@ def test_blocks_of_other_shapes_are_measured_by_themselves(digits: residua.data.
     (part,) = study(model, digits, "test", LOOK).parts
     assert {name: len(values) for name, values in part.others.items()} == {"blocks.2": 6, "blocks.3": 6}
     assert json.loads(json.dumps(part.to_dict()))["others"]["blocks.2"][0] > 0
+
+
+def test_singular_values_of_other_blocks_are_means_in_the_gauge_asked_for(digits: residua.data.Splits) -> None:
+    model = residua.create_model("resconv_down", img_size=8, in_chans=1, num_classes=3, depth=4, width=4, alpha_min=0.5)
+    pre, chosen = preprocessing(model.eval(), digits.train), balanced(digits.test, LOOK.images, LOOK.seed)
+    model = model.double()
+    steps = residua.stream(model, pre([digits.test.read(i) for i in chosen]).double())
+    for gauge in ("J", "J/alpha"):
+        (part,) = study(model, digits, "test", replace(LOOK, gauge=gauge)).parts
+        for step in steps:
+            if step.name in part.others:
+                own = jacobian_svd(step, step.input, 6).S.mean(0)
+                expected = own if gauge == "J" else own / step.alpha.detach()
+                torch.testing.assert_close(part.others[step.name], expected.double())
 
 
 def test_layers_of_foreign_models_are_pooled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
