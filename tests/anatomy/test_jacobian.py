@@ -51,6 +51,15 @@ def test_the_jacobian_of_a_linear_map_is_its_matrix(name: str, method: str, shap
         torch.testing.assert_close(u @ u.T, torch.eye(k, dtype=v.dtype), rtol=0, atol=1e-9)
 
 
+def test_a_formed_matrix_that_lanczos_does_not_resolve_is_decomposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jacobian, "_PATIENCE", 3)
+    values = spectra()["flat"]
+    a = matrix_with(values, 120, 120)
+    svd = jacobian_svd(lambda x: x @ a.T, torch.randn(B, 120, dtype=torch.float64), 8, method="formed")
+    assert svd.converged.all()
+    torch.testing.assert_close(svd.S, values[:8].double().expand(B, 8), rtol=1e-9, atol=0)
+
+
 def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     torch.manual_seed(0)
     conv = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.GELU(), nn.Conv2d(6, 4, 3, padding=1))

@@ -41,6 +41,13 @@ def test_more_copies_of_a_value_than_a_block_holds() -> None:
     torch.testing.assert_close(s[0], values[: copies + 3].double(), rtol=1e-8, atol=0)
 
 
+def test_one_copy_more_than_a_block_holds_just_above_the_rest() -> None:
+    """All that the block sees has converged before anything shows of the last copy: fresh vectors find it."""
+    values = torch.cat([torch.full((BLOCK + 1,), 3.0), torch.linspace(2.9, 0.1, 295)])
+    _, s, _, _ = lanczos(Matrices(matrices(values, out=300, inn=300)), BLOCK + 1, 1e-9, 2000, 0)
+    torch.testing.assert_close(s[0], values[: BLOCK + 1].double(), rtol=1e-8, atol=0)
+
+
 def test_fewer_directions_than_triplets() -> None:
     """Rank below k, rank zero, and a full rank, in one batch: vectors stay orthonormal."""
     low = torch.cat([torch.tensor([5.0, 3.0, 1.0]), torch.zeros(197)])

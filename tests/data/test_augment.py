@@ -104,6 +104,27 @@ def test_boxes_are_distributed_as_torchvisions(height, width, scale):
         assert stats.ks_2samp(probe(ours), probe(theirs)).pvalue > 1e-3
 
 
+@pytest.mark.parametrize(("height", "width"), [(64, 64), (40, 90), (7, 5)])
+def test_boxes_are_torchvisions_on_the_same_numbers(height, width):
+    """Attempt by attempt: the first that fits, the whole side included, at a place with a number for each axis."""
+    u = rng.uniform(3, 0, torch.arange(200), CROP_LANES, "crop").double()
+    attempts = (CROP_LANES - 2) // 2
+    expected = []
+    for row in u.tolist():
+        for chance, shape in zip(row[:attempts], row[attempts : 2 * attempts]):
+            area, aspect = height * width * (0.2 + 0.8 * chance), (3 / 4) ** (1 - 2 * shape)
+            w, h = round((area * aspect) ** 0.5), round((area / aspect) ** 0.5)
+            if 0 < w <= width and 0 < h <= height:
+                expected.append([int(row[-2] * (height - h + 1)), int(row[-1] * (width - w + 1)), h, w])
+                break
+        else:
+            expected.append(None)
+    ours = random_resized_crop_boxes(u.float(), torch.tensor([[height, width]]).repeat(200, 1)).int().tolist()
+    found = [(box, mine) for box, mine in zip(expected, ours) if box is not None]
+    assert len(found) > 150
+    assert [mine for _, mine in found] == [box for box, _ in found]
+
+
 def test_fallback_box_equals_torchvisions():
     """An image so thin that no attempt fits: the box is then not random."""
     for height, width in ((300, 10), (10, 300)):
@@ -152,15 +173,17 @@ def test_train_view_depends_only_on_seed_epoch_and_index():
         assert not torch.allclose(other, whole, atol=0.1)
 
 
-def test_train_view_is_crop_flip_normalise_of_torchvision():
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_train_view_is_crop_flip_normalise_of_torchvision(interpolation):
     pixels = pictures(16)
     batch = batch_of(pixels)
-    view = train_view(batch, 24, (0.5,) * 3, (0.25,) * 3, seed=5, epoch=1, scale=(0.3, 1.0))
+    options = {"seed": 5, "epoch": 1, "scale": (0.3, 1.0), "interpolation": interpolation}
+    view = train_view(batch, 24, (0.5,) * 3, (0.25,) * 3, **options)
     boxes = random_resized_crop_boxes(rng.uniform(5, 1, batch.index, CROP_LANES, "crop"), batch.sizes, (0.3, 1.0))
     flips = rng.uniform(5, 1, batch.index, 1, "flip")[:, 0] < 0.5
     assert 0 < flips.sum() < 16
     for image, box, flip, mine in zip(pixels, boxes.long().tolist(), flips, view):
-        crop = TF.resized_crop(image.float() / 255, *box, [24, 24], MODES["bicubic"], antialias=True).clamp(0, 1)
+        crop = TF.resized_crop(image.float() / 255, *box, [24, 24], MODES[interpolation], antialias=True).clamp(0, 1)
         theirs = TF.normalize(TF.hflip(crop) if flip else crop, (0.5,) * 3, (0.25,) * 3)
         torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=0)
 

@@ -105,6 +105,23 @@ def test_exif_orientation_is_applied(format):
     assert np.array_equal(decode.decode(data, "x"), np.rot90(COLOUR, -1))
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_header_tells_the_size_of_what_is_decoded(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = saved(Image.fromarray(COLOUR), "PNG", exif=exif)
+    assert decode.header(data, "x")[:2] == decode.decode(data, "x").shape[:2]
+
+
+def test_bits_and_colours_are_rounded():
+    deep = np.arange(65536, dtype=np.uint16).reshape(256, 256, 1)
+    assert np.array_equal(decode.conform(deep, 1, np.dtype(np.uint8)), np.rint(deep / 257).astype(np.uint8))
+    colour = RNG.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    grey = decode.conform(colour, 1, np.dtype(np.uint8))[:, :, 0]
+    assert (grey == np.asarray(Image.fromarray(colour).convert("L"))).mean() > 0.99
+    assert np.array_equal(decode.from_array(colour[:, :, 0] > 99), 255 * (colour[:, :, :1] > 99).astype(np.uint8))
+
+
 def test_what_is_no_image_is_told_plainly(tmp_path: Path):
     (tmp_path / "a.jpg").touch()
     for read in (decode.header, decode.decode):

@@ -53,6 +53,20 @@ def test_pixels_are_the_images(photos):
     assert torch.equal(batch.pixels[0, :, :20, :26], torch.from_numpy(source.read(4).transpose(2, 0, 1).copy()))
 
 
+def test_only_images_that_fill_their_canvas_are_full(photos):
+    assert not Feed(load(f"folder:{photos}").train, "cpu", img_size=16, resident=True).full
+    assert Feed(load("digits").train, "cpu", img_size=8, resident=True).full
+
+
+def test_large_images_of_an_array_are_shrunk_as_others_are():
+    images = RNG.integers(0, 256, (3, 90, 120, 3), dtype=np.uint8)
+    source = ArraySource("noise", "train", images, None, None)
+    found = Feed(source, "cpu", img_size=(8, 16), resident=True).gather(torch.arange(3))
+    assert found.sizes.tolist() == [[32, 43]] * 3  # twice the longer side of the views
+    for i, pixels in enumerate(found.pixels):
+        assert torch.equal(pixels, torch.tensor(source.read(i, 16)).permute(2, 0, 1))
+
+
 def test_abandoned_pass_leaves_no_trace(photos):
     stream = Feed(load(f"folder:{photos}").train, "cpu", img_size=16, resident=False, workers=2)
     many = stream.iterate([torch.tensor([k]) for k in range(12)])

@@ -51,6 +51,30 @@ def test_class_folders_hold_out_a_tenth_of_each(tmp_path):
             assert part.identify(i).split("/")[0] == part.classes[part.labels[i]]
 
 
+def test_held_out_images_are_not_neighbours(tmp_path):
+    """Files in order are often frames of one film."""
+    for name in ("cat", "dog"):
+        for k in range(100):
+            put(tmp_path / name / f"{k:03d}.png", size=(2, 2))
+    test = load(f"folder:{tmp_path}").test
+    numbers = [int(Path(test.identify(i)).stem) for i in range(10)]
+    assert max(numbers) - min(numbers) > 50
+
+
+def test_fingerprint_follows_files_names_and_labels(tmp_path):
+    for file in ("train/b/1.png", "train/c/1.png", "test/b/1.png", "test/c/1.png"):
+        put(tmp_path / file)
+    seen = {load(f"folder:{tmp_path}").test.fingerprint()}
+    assert load(f"folder:{tmp_path}").test.fingerprint() in seen
+    os.utime(tmp_path / "test/b/1.png", (1, 1))  # written again, as long as before
+    seen.add(load(f"folder:{tmp_path}").test.fingerprint())
+    (tmp_path / "test/b/1.png").rename(tmp_path / "test/b/2.png")
+    seen.add(load(f"folder:{tmp_path}").test.fingerprint())
+    put(tmp_path / "train/a/1.png")  # the same test images are now of classes 1 and 2
+    seen.add(load(f"folder:{tmp_path}").test.fingerprint())
+    assert len(seen) == 4
+
+
 @pytest.mark.parametrize("held_out", ["val", "valid", "validation", "test"])
 def test_ready_splits(tmp_path, held_out):
     for file in ("train/a/1.png", "train/b/2.jpg", "train/b/3.webp", f"{held_out}/b/4.bmp"):

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 
 import residua
 from residua.data import DataError, Feed, autoencoder
 from residua.data.autoencoder import Autoencoder, LatentSpace, open_autoencoder
+from residua.data.errors import DataWarning
 from residua.data.latents import latent_view, latents_of
 
 CPU = torch.device("cpu")
@@ -114,10 +116,38 @@ def test_other_images_sizes_or_weights_are_other_latents(tmp_path: Path) -> None
     assert len(set(keys)) == 4
 
 
+def test_flips_and_draws_are_new_in_every_epoch_and_of_every_seed(tmp_path: Path) -> None:
+    kept = batch(latents_of(source(64), Autoencoder(StandIn(), "a"), 16, tmp_path / "a", CPU), 64)
+    sure = batch(latents_of(source(64), Autoencoder(StandIn(certain=True), "b"), 16, tmp_path / "b", CPU), 64)
+    for latents, flip in ((kept, False), (sure, True)):  # the draw alone, the flip alone
+        first, later, other = (
+            latent_view(latents, 3, 0.25, 0.5, seed=seed, epoch=torch.full((64,), epoch), flip=flip)
+            for seed, epoch in ((3, 0), (3, 1), (4, 0))
+        )
+        for x in (later, other):
+            assert 16 < int((x != first).flatten(1).any(1).sum()) <= 64
+
+
+def test_an_unreadable_image_has_no_latents(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    images = np.random.default_rng(0).integers(0, 256, (6, 16, 16, 3), dtype=np.uint8)
+    for k, image in enumerate(images):
+        Image.fromarray(image).save(tmp_path / "images" / f"{k}.png")
+    (tmp_path / "images/2.png").write_bytes(b"no image")
+    own = Autoencoder(StandIn(certain=True), "a")
+    with pytest.warns(DataWarning, match="skipped"):
+        found = latents_of(
+            residua.data.load(f"folder:{tmp_path / 'images'}").train, own, 16, tmp_path, CPU, on_bad_image="skip"
+        )
+    assert [found.identify(i) for i in range(len(found))] == ["0.png", "1.png", "3.png", "4.png", "5.png"]
+    expected = F.avg_pool2d(torch.from_numpy(images[3]).permute(2, 0, 1) / 127.5 - 1, 4)
+    torch.testing.assert_close(torch.from_numpy(found.read(2)[..., :3]).permute(2, 0, 1), expected, atol=1e-3, rtol=0)
+
+
 def test_stopped_while_encoding_nothing_is_left(tmp_path: Path) -> None:
     own = Autoencoder(StandIn(), "a")
 
-    def stop(done: int, total: int) -> None:
+    def stop(what: str, done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -26,6 +26,11 @@ def test_strengths_are_beta_distributed(alpha: float) -> None:
     assert stats.kstest(drawn.double().numpy(), stats.beta(alpha, alpha).cdf).pvalue > 0.01
 
 
+def test_quantiles_are_as_symmetric_as_their_distribution() -> None:
+    table = mixing.beta_quantiles(0.8).double()
+    torch.testing.assert_close(table + table.flip(0), torch.ones_like(table), atol=1e-6, rtol=0)
+
+
 def test_normal_numbers_are_finite_and_normal() -> None:
     assert stats.kstest(mixing.normal(draws(5000, 1)[:, 0]).double().numpy(), stats.norm.cdf).pvalue > 0.01
     ends = mixing.normal(torch.tensor([0.0, 2.0**-24, 1 - 2.0**-24]))

@@ -194,6 +194,32 @@ def test_large_sets_are_mapped_from_a_cache_file(hub_folder, monkeypatch):
     assert {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")} == written
 
 
+def test_image_and_label_columns_have_fingerprints_and_cache_files_of_their_own(tmp_path, monkeypatch):
+    first, second = noise(4), noise(4)
+    columns = {
+        name: pa.array([{"bytes": png(image), "path": None} for image in images], _IMAGE)
+        for name, images in (("left", first), ("right", second))
+    }
+    pq.write_table(pa.table(columns | {"label": [0, 1, 0, 1], "other": [1, 0, 0, 1]}), tmp_path / "train.parquet")
+    monkeypatch.setenv("RESIDUA_DATA", str(tmp_path / "cache"))
+    monkeypatch.setattr(parquet, "_SPILL_SHARE", 0)
+    left, right = (load(f"parquet:{tmp_path}?image={name}").train for name in ("left", "right"))
+    assert np.array_equal(left.read(2), first[2])
+    assert np.array_equal(right.read(2), second[2])
+    relabelled = load(f"parquet:{tmp_path}?image=left&label=other").train
+    assert len({part.fingerprint() for part in (left, right, relabelled)}) == 3
+
+
+def test_a_column_declared_as_labels_goes_before_one_that_is_only_called_so(tmp_path):
+    images = pa.array([{"bytes": png(image), "path": None} for image in noise(4)], _IMAGE)
+    table = pa.table({"img": images, "label": [5, 6, 7, 8], "kind": [0, 1, 0, 1]})
+    features = {"img": {"_type": "Image"}, "kind": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
+    table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(table, tmp_path / "train.parquet")
+    train = load(f"parquet:{tmp_path}").train
+    assert (train.classes, train.labels.tolist()) == (["cat", "dog"], [0, 1, 0, 1])
+
+
 def test_fingerprint_follows_the_rows(hub_folder):
     folder, _ = hub_folder
     before = load(f"parquet:{folder}").train.fingerprint()

@@ -5,10 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from residua.data import BadImage, DataError, count_shared
+from residua.data import BadImage, DataError, count_shared, load
+from residua.data import source as source_module
 from residua.data.arrays import ArraySource
 from residua.data.errors import DataWarning
-from residua.data.source import evenly, threaded
+from residua.data.source import evenly, fingerprint_of, threaded
 
 RNG = np.random.default_rng(0)
 
@@ -31,6 +32,22 @@ def test_subset_keeps_everything_in_step():
         whole.subset([12])
 
 
+def test_a_subset_has_the_masks_and_contents_of_its_own_images():
+    whole = load("shapes?n=12&size=16").train
+    part = whole.subset([7, 2])
+    assert not np.array_equal(whole.mask(7), whole.mask(0))
+    assert np.array_equal(part.mask(0), whole.mask(7))
+    assert part.digest(1) == whole.digest(2) != whole.digest(1)
+    files = Files(source().images, np.arange(12), "train")
+    assert files.subset([7, 2]).weights().tolist() == [7, 2]
+    assert count_shared(files.subset([7, 2]), files.subset([1, 7, 5])) == 1
+
+
+def test_parts_of_a_fingerprint_do_not_run_together():
+    numbers = np.arange(6)
+    assert fingerprint_of(numbers[:2], numbers[2:]) != fingerprint_of(numbers[:3], numbers[3:])
+
+
 def test_fingerprint_follows_content():
     whole = source()
     same = ArraySource("other name", "train", whole.images.copy(), whole.labels, whole.classes)
@@ -48,6 +65,16 @@ def test_stats_are_numpys():
         mean, std = part.stats()
         np.testing.assert_allclose(mean, unit.mean((0, 1, 2)), atol=1e-6)
         np.testing.assert_allclose(std, unit.std((0, 1, 2)), atol=1e-6)
+
+
+def test_stats_are_of_images_from_everywhere(monkeypatch):
+    """Sets are often sorted: the first images alone would be of the first class."""
+    monkeypatch.setattr(source_module, "_STAT_IMAGES", 200)
+    images = np.repeat(np.array([0, 255], np.uint8), 1000)[:, None, None, None] * np.ones((1, 2, 2, 1), np.uint8)
+    part = ArraySource("sorted", "train", images, None, None).subset(range(2000))
+    (mean,), _ = part.stats()
+    assert 0.3 < mean < 0.7
+    assert part.stats(1) != part.stats(0)
 
 
 def test_count_shared():

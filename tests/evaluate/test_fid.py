@@ -164,3 +164,28 @@ def test_exact_products_leave_the_settings_as_they_were() -> None:
         assert not torch.backends.cudnn.allow_tf32
         assert torch.get_float32_matmul_precision() == "highest"
     assert torch.backends.cudnn.allow_tf32 == before
+
+
+def test_a_covariance_of_full_rank_needs_one_image_more_than_dimensions() -> None:
+    for count, deficient in ((11, True), (12, True), (13, False)):
+        found = statistics(gaussian(count, 12, 0).double())
+        assert found.rank_deficient is deficient
+        assert (torch.linalg.matrix_rank(found.cov) < 12) == deficient
+
+
+def test_no_distance_is_negative() -> None:
+    for seed in range(20):
+        same = statistics(gaussian(50, 8, seed, scale=100.0))
+        assert 0 <= frechet_distance(same, same) < 1e-8
+
+
+def test_the_spread_of_the_kernel_distance_is_that_of_its_subsets() -> None:
+    x, y = gaussian(300, 6, 0), gaussian(300, 6, 1)
+    few, many = (kernel_distance(x, y, subsets=n, subset_size=30).std for n in (25, 400))
+    assert many == pytest.approx(few, rel=0.5)  # a standard error would be a quarter
+
+
+def test_precision_and_recall_far_from_the_origin() -> None:
+    x, y = gaussian(60, 5, 0).double(), gaussian(70, 5, 1, scale=1.3).double()
+    assert precision_recall(x + 1e8, y + 1e8) == precision_recall(x, y)
+    assert 0 < precision_recall(x, y).recall < 1

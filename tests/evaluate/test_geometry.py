@@ -1,3 +1,4 @@
+import inspect
 import math
 
 import numpy as np
@@ -21,6 +22,7 @@ from residua.evaluate import (
     variance_ratio,
 )
 from residua.evaluate.geometry import UNITS
+from residua.evaluate.scoring import LIDAR_IMAGES, LIDAR_VIEWS
 from residua.nn import ViT
 
 
@@ -104,8 +106,18 @@ def test_lidar_of_a_model_is_that_of_its_views(vit: ViT, noise: Splits) -> None:
     found = model_lidar(vit, noise, images=30, views=4, layers=[0, 2], seed=5)
     feats = extract(vit, noise, layers=[0, 2], limit=30, views=3, seed=5).train
     assert found == {i: lidar(feats.only(i)) for i in (0, 2)}
+    wider = model_lidar(vit, noise, images=30, views=4, layers=[0, 2], seed=5, delta=0.1)
+    assert wider == {i: lidar(feats.only(i), 0.1) for i in (0, 2)} != found
+    usual = inspect.signature(model_lidar).parameters
+    assert (usual["images"].default, usual["views"].default) == (1000, 10) == (LIDAR_IMAGES, LIDAR_VIEWS)
     with pytest.raises(ValueError, match="at least 2 views"):
         model_lidar(vit, noise, views=1)
+
+
+def test_silhouette_of_equal_images_of_two_classes() -> None:
+    x = np.repeat(np.random.default_rng(0).normal(size=(2, 5)), 4, 0)
+    y = np.array([0, 0, 1, 1, 2, 2, 2, 2])  # of the first two both distances are 0
+    assert silhouette((x, y)) == pytest.approx(silhouette_score(x, y), abs=1e-9)
 
 
 def test_wrong_inputs() -> None:

@@ -114,6 +114,20 @@ def test_every_layer_at_once() -> None:
         knn_by_layer(train, test.only(3))
 
 
+def test_few_shots_are_of_the_last_layer() -> None:
+    (x, y), (q, truth) = blobs(200, 0), blobs(80, 1)
+    train, test = FeatureSet({0: x.flip(0), 3: x}, y), FeatureSet({0: q, 3: q}, truth)
+    found = few_shot_knn(train, test, draws=3)
+    assert found.layer == 3
+    assert found.accuracies == few_shot_knn((x, y), (q, truth), draws=3).accuracies
+
+
+def test_half_precision_features_are_searched_in_float32() -> None:
+    (x, y), (q, truth) = ((20_000 * x.half().div(x.abs().max()), y) for x, y in (blobs(2000, 0), blobs(500, 1)))
+    found = knn((x, y), (q, truth), k=20)
+    assert found.accuracy == brute_force((x, y), (q, truth), 20, 0.07)
+
+
 def test_a_draw_takes_so_many_of_every_class_and_fewer_are_among_more() -> None:
     labels = torch.tensor([0] * 5 + [2] * 9 + [3] * 3)[torch.randperm(17)]
     for seed in range(20):
@@ -142,6 +156,10 @@ def test_few_shot_is_knn_on_the_drawn_images() -> None:
     low, high = stats.t.interval(0.95, 5, loc=np.mean(expected), scale=stats.sem(expected))
     assert found.ci95 == pytest.approx((high - low) / 2)
     assert found.to_dict()["ci95"] == found.ci95
+    warm = few_shot_knn((x, y), test, shots=4, draws=1, k=30, temperature=2.0)
+    rows = draw_shots(y, 4, (0, 0))
+    assert warm.accuracies == (brute_force((x[rows], y[rows]), test, 30, 2.0),)
+    assert warm.accuracies != few_shot_knn((x, y), test, shots=4, draws=1, k=30).accuracies
 
 
 def test_few_shot_repeats_by_its_seed_and_gains_from_more_images() -> None:

@@ -146,13 +146,26 @@ def test_alpha_req_finds_the_exponent_of_a_power_law(exponent: float) -> None:
     assert alpha_req(decaying(300, bent), fit=(1, 100)) > exponent + 0.1
 
 
+def test_alpha_req_leaves_out_the_tail() -> None:
+    j = torch.arange(1, 101, dtype=torch.float64)
+    noisy = torch.where(j <= 50, j**-1.0, 50.0**3 * j**-4.0)
+    assert alpha_req(decaying(300, noisy)) == pytest.approx(1, abs=1e-9)
+    assert alpha_req(decaying(300, noisy), fit=(11, 100)) > 1.5
+
+
+def test_alpha_req_of_a_steep_spectrum() -> None:
+    steep = torch.where(torch.arange(1, 61) <= 50, torch.arange(1, 61).double() ** -6.0, 0.0)
+    assert alpha_req(decaying(200, steep)) == pytest.approx(6, rel=1e-3)
+
+
 def test_alpha_req_is_a_least_squares_line() -> None:
     x = np.random.default_rng(3).normal(size=(200, 40)) * np.linspace(2, 0.1, 40)
     values = np.sort(np.linalg.eigvalsh(np.cov(x.T)))[::-1]
     slope = np.polyfit(np.log(np.arange(11, 41)), np.log(values[10:40]), 1)[0]
     assert alpha_req(x) == pytest.approx(-slope, rel=1e-9)
-    with pytest.raises(ValueError, match="only 8 are positive"):
-        alpha_req(x[:, :8])
+    for few in (8, 12):  # of which two lie in the range
+        with pytest.raises(ValueError, match=f"only {few} are positive"):
+            alpha_req(x[:, :few])
     with pytest.raises(ValueError, match="first < last"):
         alpha_req(x, fit=(5, 5))
 
@@ -180,6 +193,11 @@ def test_lidar_is_its_definition(shape: tuple[int, int, int], delta: float) -> N
     rng = np.random.default_rng(0)
     x = 2 * rng.normal(size=(shape[0], 1, shape[2])) + rng.normal(size=shape) * np.arange(1, shape[2] + 1) + 1
     assert lidar(x, delta) == pytest.approx(lidar_by_definition(x, delta, 1e-7), rel=1e-8)
+
+
+def test_lidar_has_its_papers_delta() -> None:
+    x = 0.01 * np.random.default_rng(0).normal(size=(50, 6, 8)) * np.arange(1, 9)
+    assert lidar(x) == pytest.approx(lidar_by_definition(x, 1e-4, 1e-7), rel=1e-8)
 
 
 def test_lidar_counts_what_tells_images_apart_and_not_what_views_change() -> None:

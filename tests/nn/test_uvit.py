@@ -116,6 +116,12 @@ def test_without_decay_it_is_the_original_function(options: dict[str, Any]) -> N
     torch.testing.assert_close(model(x, t, *y), expected, rtol=1e-10, atol=1e-10)
 
 
+def test_queries_keys_and_values_have_no_bias() -> None:
+    names = [name for name, _ in build(num_classes=2).named_parameters() if ".attn." in name]
+    assert len(names) == 5 * 3  # of each block the packed weight, and weight and bias of the projection
+    assert not [name for name in names if name.endswith("qkv.bias")]
+
+
 @pytest.mark.parametrize("decay", [{}, {"schedule": "cosine"}, {"until": 0.6}, {"branches": "attn"}, {"per": "block"}])
 def test_decay_runs_over_all_sublayers(decay: dict[str, Any]) -> None:
     model = build(alpha_min=0.5, **decay)

@@ -1,6 +1,7 @@
 """Weights under other projects' names: the original masked autoencoder's, transformers' and DINO's."""
 
 import argparse
+import json
 import os
 import pickle
 from pathlib import Path
@@ -156,6 +157,20 @@ def test_a_transformers_folder_loads_with_its_settings(vitmae: Any, tmp_path: Pa
     assert torch.equal(mask, theirs.mask)
     torch.testing.assert_close(pred, theirs.logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(loss, theirs.loss, rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_transformers_folder_leaves_out_is_as_transformers_has_it(vitmae: Any, tmp_path: Path) -> None:
+    vitmae.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    for name in ("layer_norm_eps", "norm_pix_loss", "mask_ratio"):
+        said.pop(name)
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    theirs, ours = type(vitmae).from_pretrained(tmp_path).eval(), residua.load(tmp_path)
+    assert isinstance(ours, MAE)
+    assert (ours.encoder.norm_eps, ours.norm_pix, ours.mask_ratio) == (1e-12, False, 0.75)
+    images, noise = torch.randn(3, 3, 16, 16), torch.rand(3, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images, noise)[0], theirs(images, noise=noise).loss, rtol=1e-5, atol=1e-5)
 
 
 def on_disk(state: dict[str, Tensor]) -> dict[str, Tensor]:

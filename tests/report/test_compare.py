@@ -14,10 +14,13 @@ from rich.console import Console
 
 import residua
 from residua import cli
-from residua.report import NotARun, compare, comparison_table, run_report
+from residua.evaluate import Report, Score
+from residua.report import NotARun, Page, compare, comparison_table, curves, run_report
 from residua.report.along import as_dynamics
-from residua.report.runs import differing_settings, read_runs, while_training
+from residua.report.compare import _by_size, score_rows
+from residua.report.runs import Run, differing_settings, read_runs, while_training
 from residua.train.checkpoint import write_checkpoint
+from residua.train.finetune_config import Finetune
 
 Make = Callable[..., Path]
 Read = Callable[[Path], Any]
@@ -43,6 +46,36 @@ def test_only_settings_that_differ_are_shown(tmp_path: Path, make_run: Make, rea
     for number in ("41.5 %", "39.2 %", "21.5 %", "29.2 %", "39.5 %", "1.23 nats"):  # both runs, baselines, layers
         assert number in text
     assert "same seed" in text
+
+
+def test_every_score_stands_below_its_run_and_beside_its_name(tmp_path: Path, make_run: Make) -> None:
+    runs = [make_run("a"), make_run("b", knn=39.25, alpha_min=1.0)]
+    spans = {"a": [40.0, 43.0], "b": [37.5, 41.0]}
+    for run in runs:
+        stored = json.loads((run / "evaluation.json").read_text())
+        for score in stored["scores"]:
+            if (score["metric"], score["subject"]) == ("kNN", "model"):
+                score["settings"]["interval"] = spans[run.name]
+        (run / "evaluation.json").write_text(json.dumps(stored))
+    assert [[cell.text for cell in row] for row in score_rows(read_runs(runs))] == [
+        ["kNN (k 20, T 0.07)", "41.5 %", "39.2 %"],
+        ["kNN (k 20, T 0.07), 95 % interval", "40.0 to 43.0 %", "37.5 to 41.0 %"],
+        ["kNN (k 20, T 0.07), random init", "21.5 %", "19.2 %"],
+        ["kNN (k 20, T 0.07), pixels", "31.5 %", "29.2 %"],
+        ["entropy rank", "1.23 nats", "1.23 nats"],
+        ["entropy rank, random init", "1.23 nats", "1.23 nats"],
+        ["entropy rank, pixels", "1.23 nats", "1.23 nats"],
+    ]
+    html = compare(runs, tmp_path / "c.html").read_text().partition("Every number")[2]
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)", row) for row in re.findall(r"<tr>.*?</tr>", html)]
+    assert ["score", "block", "of", "a", "b"] in rows
+    assert ["kNN (k 20, T 0.07)", "1", "model", "40.5 %", "38.2 %"] in rows
+    assert ["kNN (k 20, T 0.07)", "1", "random init", "20.5 %", "18.2 %"] in rows
+
+
+def test_what_is_other_in_the_last_run_alone_differs(make_run: Make) -> None:
+    runs = [make_run("a"), make_run("b"), make_run("c", mask_ratio=0.5)]
+    assert differing_settings(read_runs(runs)) == {"mask_ratio": [0.75, 0.75, 0.5]}
 
 
 def test_three_runs_one_without_evaluation(tmp_path: Path, make_run: Make, read_page: Read) -> None:
@@ -237,6 +270,27 @@ def test_classifiers_compare_by_accuracy_rank_and_number_of_blocks(tmp_path: Pat
         compare(runs, tmp_path / "d.html", along=True)
     with pytest.raises(NotARun, match="no masked autoencoder"):
         run_report(runs[0])
+
+
+def test_scores_stand_at_their_number_of_blocks_in_the_line_of_their_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, drawn = [], {}
+    for alpha, third, accuracy in ((1.0, 1, 50.0), (0.7, 1, 55.0), (1.0, 3, 60.0)):
+        report = Report("x", "pooled", [-1], (8, 8), 10, 10, "test split", 0)
+        report.scores += [
+            Score("accuracy", "model", -1, accuracy, "%"),
+            Score("entropy rank", "model", -1, 2.0, "nats"),
+        ]
+        config = Finetune().override(model="resnet18", stages=(1, 1, third, 1), alpha_min=alpha)
+        runs.append(Run(f"r{accuracy:g}", Path(), config, [], {}, report))
+    real = curves.size_curves
+    monkeypatch.setattr(
+        curves, "size_curves", lambda metric, *rest: drawn.update({metric: rest}) or real(metric, *rest)
+    )
+    _by_size(Page("x"), runs)
+    assert drawn == {
+        "accuracy": ({"alpha_min 1": [(4, 50.0), (6, 60.0)], "alpha_min 0.7": [(4, 55.0)]}, "%"),
+        "entropy rank": ({"alpha_min 1": [(4, 2.0), (6, 2.0)], "alpha_min 0.7": [(4, 2.0)]}, "nats"),
+    }
 
 
 def test_diffusion_models_compare_too(tmp_path: Path, read_page: Read) -> None:

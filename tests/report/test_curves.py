@@ -49,6 +49,29 @@ def test_correlations_are_filled_where_they_are_sure_and_left_out_where_undefine
     assert points == {1.0: "none", 2.0: "#0072b2"}
 
 
+def test_sizes_lie_along_and_scores_up_with_a_dot_for_each_of_several_runs() -> None:
+    groups = {"alpha_min 1": [(16, 30.0), (8, 10.0), (8, 20.0)], "alpha_min 0.7": [(8, 40.0)]}
+    axes = curves.size_curves("accuracy", groups).axes[0]
+    mean, dots, other = axes.lines
+    np.testing.assert_array_equal(mean.get_xydata(), [[8, 15], [16, 30]])
+    assert sorted(map(tuple, dots.get_xydata().tolist())) == [(8, 10), (8, 20)]
+    np.testing.assert_array_equal(other.get_xydata(), [[8, 40]])
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("residual blocks", "accuracy (%)")
+
+
+def test_the_score_to_quote_is_framed_at_its_layer_and_noise() -> None:
+    values = {2: {"t=0.1": 10.0, "t=0.2": 20.0, "t=0.4": 30.0}, 5: {"t=0.1": 60.0, "t=0.2": 50.0, "t=0.4": 40.0}}
+    figure = curves.noise_heatmap(values, (5, "t=0.1"), "probe (%)")
+    axes = figure.axes[0]
+    np.testing.assert_array_equal(axes.images[0].get_array(), [[10, 20, 30], [60, 50, 40]])
+    (frame,) = axes.patches
+    assert (frame.get_xy(), frame.get_width(), frame.get_height()) == ((-0.5, 0.5), 1, 1)
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["0.1", "0.2", "0.4"]
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["2", "5"]
+    assert [t.get_text() for t in axes.texts] == ["10.0", "20.0", "30.0", "60.0", "50.0", "40.0"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("noise level t", "layer")
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_norms_are_a_line_per_block_and_an_axes_per_run(count: int) -> None:
     runs = {f"$run_{i}": {0: {1.0: 1.0, 2.0: 2.0}, 1: {1.0: 3.0, 2.0: 100.0}} for i in range(count)}

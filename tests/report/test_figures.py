@@ -48,6 +48,22 @@ def test_depth_curves_hold_the_numbers_and_baselines_are_reference_lines() -> No
     assert axes.get_ylabel() == "kNN (%)"
 
 
+def test_losses_stand_at_their_steps_and_spectra_below_one() -> None:
+    axes = figures.loss_curves({"a": [{"step": 10, "loss": 1.0}, {"step": 40, "loss": 0.5}]}).axes[0]
+    np.testing.assert_array_equal(axes.lines[0].get_xydata(), [[10, 1], [40, 0.5]])
+    axes = figures.depth_curves("kNN", {"a": {3: 1.0, 11: 2.0}}).axes[0]
+    np.testing.assert_array_equal(axes.lines[0].get_xydata(), [[3, 1], [11, 2]])
+    axes = figures.spectrum_curves({"a": [8.0, 4.0, 2.0, 0.0]}).axes[0]
+    np.testing.assert_array_equal(axes.lines[0].get_xydata(), [[1, 1], [2, 0.5], [3, 0.25]])
+
+
+def test_cells_of_a_map_lie_over_the_pixels_they_stand_for() -> None:
+    maps = np.random.rand(1, 2, 4, 3)
+    sheet = figures.feature_maps(np.zeros((1, 8, 8, 3)), {"a": maps}).axes[0].images[0].get_array()
+    assert sheet is not None
+    np.testing.assert_allclose(sheet[8 + figures._gap(8) :, :, :3], maps[0].repeat(4, 0).repeat(2, 1))
+
+
 def test_a_run_has_one_colour_on_all_figures() -> None:
     loss = figures.loss_curves({n: [{"step": 1, "loss": 1.0}] for n in "ab"})
     depth = figures.depth_curves("rank", {"a": {0: 1.0}, "b": {0: 2.0}}, unit="nats")
@@ -94,6 +110,7 @@ def test_rows_of_neighbours_hold_a_query_and_its_neighbours_per_model() -> None:
     np.testing.assert_allclose(sheet[:9, :9, :3], found["a"][0, 0])
     second = 9 + gap + apart
     np.testing.assert_allclose(sheet[9 + gap : 18 + gap, second : second + 9, :3], found["b"][0, 1])
+    np.testing.assert_allclose(sheet[-9:, :9, :3], found["b"][1, 0])  # the second query
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["a", "b", "a", "b"]
 
 

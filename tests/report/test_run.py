@@ -12,6 +12,7 @@ from residua.data import Splits, load
 from residua.data.arrays import ArraySource
 from residua.evaluate import evaluate
 from residua.report import run_report
+from residua.report.run import _summary
 from residua.report.runs import by_depth, headline, read_run
 from residua.train import Hooks, Pretrain, fit, prepare
 
@@ -34,6 +35,19 @@ def test_a_run_from_its_folder(quick_demo: Any, read_page: Read) -> None:
     for part in ("Attention", "Classes in the plane", "silhouette", "Feature norms"):
         assert part in found.text
     assert sum(r.startswith("data:image/png") for r in found.refers) == 4
+
+
+def test_the_summary_says_how_a_run_ended_and_what_it_is_above(make_run: Callable[..., Path]) -> None:
+    run = make_run("a", knn=41.5)
+    text = _summary(read_run(run), read_run(run).evaluation)
+    assert "The loss ended at 0.0500." in text
+    assert "kNN 41.5 %, above random init (21.5 %) and pixels (31.5 %)." in text
+    stored = json.loads((run / "evaluation.json").read_text())
+    for score in stored["scores"]:
+        score["value"] += 20.0 * ((score["metric"], score["subject"]) == ("kNN", "pixels"))
+    (run / "evaluation.json").write_text(json.dumps(stored))
+    text = _summary(read_run(run), read_run(run).evaluation)
+    assert "kNN 41.5 %, not above random init (21.5 %) and pixels (51.5 %)." in text  # above one of the two
 
 
 def test_a_run_without_weights_data_or_evaluation(make_run: Callable[..., Path], read_page: Read) -> None:

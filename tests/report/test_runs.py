@@ -9,6 +9,7 @@ import pytest
 from residua.evaluate import Report, Score
 from residua.report import comparison_table
 from residua.report.runs import by_depth, headline, interval_cell, read_run, while_training
+from residua.train.finetune_config import Finetune
 
 
 @pytest.fixture
@@ -69,3 +70,17 @@ def test_scores_while_training(make_run: Callable[..., Path]) -> None:
     records = [{"step": s, "epoch": s / 2, "loss": 1.0, "eval/entropy_rank": 3.0 + s} for s in (1, 2)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     assert while_training(read_run(run)) == {"entropy rank": {0.5: 4.0, 1.0: 5.0}}
+
+
+def test_a_classifiers_test_comes_as_scores(tmp_path: Path) -> None:
+    Finetune().override(model="resnet18", data="digits", img_size=8, steps=3).save(tmp_path / "config.yaml")
+    tested = {"accuracy": 50.0, "interval": [40.0, 60.0], "top5": 90.0, "entropy_rank": 2.5}
+    on = {"n_train": 30, "n_test": 20, "seed": 1, "readout": None, "test": "test split"}
+    (tmp_path / "finetune.json").write_text(json.dumps(tested | on))
+    report = read_run(tmp_path).evaluation
+    assert report is not None
+    assert [(s.metric, s.value, s.unit) for s in report.scores] == [
+        ("accuracy", 50.0, "%"), ("top-5 accuracy", 90.0, "%"), ("entropy rank", 2.5, "nats"),
+    ]  # fmt: skip
+    assert interval_cell(report.scores[0]).text == "40.0 to 60.0 %"
+    assert (report.data, report.n_train, report.n_test, report.test) == ("digits", 30, 20, "test split")

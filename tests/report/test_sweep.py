@@ -4,12 +4,14 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from residua.cli.sweep import _print
 from residua.recipes.summary import Summary, compare, mean_and_interval
-from residua.report.sweep import difference_rows, score_rows, setting_curves, sweep_page
+from residua.report.page import Cell
+from residua.report.sweep import difference_rows, numeric_setting, score_rows, setting_curves, sweep_page
 
 from .conftest import Checked
 
@@ -111,6 +113,61 @@ def test_a_single_seed_has_no_bars_and_says_so(tmp_path: Path) -> None:
     assert "RankMe: mean and 95 % interval over seeds; one seed where there is no bar." in page_of(tmp_path, mixed)
     page = page_of(tmp_path, compare(mixed, PLAIN), PLAIN)
     assert "RankMe: difference to the baseline, mean and 95 % interval over seeds; one seed where" in page
+
+
+def value_of(cell: str | Cell) -> object:
+    return cell if isinstance(cell, str) else cell.value
+
+
+def test_every_number_stands_in_the_row_of_its_setting_and_the_column_of_its_score() -> None:
+    found = compare(summaries(ONE), PLAIN)
+    of = {(s.settings["alpha_min"], s.score): s for s in found}
+    header, rows, _ = score_rows(found, 1000)
+    assert header == [
+        "alpha_min",
+        "seeds",
+        "images seen",
+        "rank",
+        *(f"{s} ({u})" if u else s for s, (u, _) in SCORES.items()),
+    ]
+    for place, row in enumerate(rows, start=1):
+        alpha = ONE[place - 1]["alpha_min"]
+        assert [value_of(cell) for cell in row] == [
+            alpha, "3", 5_600_000, place, *(of[alpha, score].mean for score in SCORES)
+        ]  # fmt: skip
+        assert [cell.text for cell in row[4:] if isinstance(cell, Cell)] == [str(of[alpha, score]) for score in SCORES]
+    _, rows, _ = difference_rows(found, 1000)
+    for row, group in zip(rows, ONE[1:], strict=True):
+        own = [of[group["alpha_min"], score].difference for score in SCORES]
+        assert [value_of(cell) for cell in row] == [group["alpha_min"], 3, *(d.mean for d in own if d)]
+        assert all(d and d.mean < 0 for d in own)
+
+
+def test_ranks_are_those_of_the_probe() -> None:
+    found = [replace(s, rank=4 - s.rank) if s.rank and s.score.startswith("kNN") else s for s in summaries(ONE)]
+    header, rows, _ = score_rows(found, 1000)
+    assert [value_of(row[header.index("rank")]) for row in rows] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("of", ["score", "difference"])
+def test_curves_hold_the_numbers_of_one_score(of: Any) -> None:
+    found = compare(summaries(TWO), PLAIN)
+    figure = setting_curves(found, "RankMe", "alpha_min", of)
+    assert figure is not None
+    lines = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
+    for ratio in ("0.5", "0.75"):
+        own = [s for s in found if s.score == "RankMe" and s.settings["mask_ratio"] == ratio]
+        values = {float(s.settings["alpha_min"]): s if of == "score" else s.difference for s in own}
+        expected = [[alpha, point.mean] for alpha, point in sorted(values.items()) if point]
+        assert lines[f"mask_ratio {ratio}"] == expected
+        assert len(expected) == (3 if of == "score" else 2)
+
+
+def test_scores_are_drawn_against_a_budget_where_there_is_one() -> None:
+    groups = [{"alpha_min": a, "steps": n} for a in ("1.0", "0.8", "0.7") for n in ("1000", "2000")]
+    assert numeric_setting(summaries(groups)) == "steps"
+    assert numeric_setting(summaries(TWO)) == "alpha_min"  # of two that are no budget, the one with more values
+    assert numeric_setting(summaries([{"schedule": "linear"}, {"schedule": "cosine"}])) is None
 
 
 def test_a_score_that_is_no_number_is_not_taken_for_one_seed(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,15 @@ def test_checkpoints_are_in_order_beyond_seven_digits(model: MAE, tmp_path: Path
     assert ckpt.checkpoints(tmp_path)[-1].name == "step-10000000"
 
 
+def test_a_run_is_its_newest_checkpoint(model: MAE, tmp_path: Path) -> None:
+    first = write(tmp_path, 1, model)
+    with torch.no_grad():
+        model.encoder.cls_token.add_(1)
+    write(tmp_path, 2, model)
+    assert same(residua.load(tmp_path), model)
+    assert not same(residua.load(first), model)
+
+
 def test_the_same_step_may_be_written_again(model: MAE, tmp_path: Path) -> None:
     write(tmp_path, 1, model)
     with torch.no_grad():
@@ -111,8 +122,23 @@ def test_unfinished_checkpoints_do_not_count(model: MAE, tmp_path: Path) -> None
     (tmp_path / "checkpoints" / ".unfinished-0000003").mkdir(parents=True)
     with pytest.raises(ckpt.CheckpointError, match="no complete checkpoint yet"):
         residua.load(tmp_path)
-    write(tmp_path, 2, model)
+    path = write(tmp_path, 2, model)
     assert residua.load(tmp_path).config == model.config
+    shutil.copytree(path, tmp_path / "checkpoints" / "step-0000003")
+    (tmp_path / "checkpoints" / "step-0000003" / "model.json").unlink()  # its removal was begun
+    assert ckpt.checkpoints(tmp_path) == [path]
+
+
+def test_files_are_on_the_disk_before_a_checkpoint_has_its_name(
+    model: MAE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    rename = Path.rename
+    monkeypatch.setattr(ckpt, "sync", lambda path: done.append(path.name))
+    monkeypatch.setattr(Path, "rename", lambda self, to: (done.append(f"-> {to.name}"), rename(self, to))[1])
+    path = write(tmp_path, 5, model, ema=model.state_dict())
+    assert sorted(done[:4]) == sorted(file.name for file in path.iterdir())
+    assert done[4:] == ["-> step-0000005", "checkpoints"]
 
 
 def test_a_file_cut_short_says_so(model: MAE, tmp_path: Path) -> None:
@@ -218,6 +244,18 @@ def test_a_run_starts_another_with_its_own_schedule(model: MAE, tmp_path: Path) 
     assert float(other.encoder.shortcut.alpha[-1]) == pytest.approx(0.9)
     weights = {k: v for k, v in other.state_dict().items() if "alpha" not in k}
     assert all(torch.equal(v, model.state_dict()[k]) for k, v in weights.items())
+
+
+def test_a_decoder_comes_along_to_images_of_another_size(model: MAE, tmp_path: Path) -> None:
+    """All but its positions, which go with the size and are not learned."""
+    write(tmp_path, 1, model)
+    other = residua.create_model("mae_vit", **SMALL | {"img_size": 24}, alpha_min=0.6)
+    positions = other.decoder.pos_embed.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        ckpt.initialize(other, tmp_path)
+    assert torch.equal(other.decoder.pred.weight, model.decoder.pred.weight)
+    assert torch.equal(other.decoder.pos_embed, positions)
 
 
 class Harmful:

@@ -150,12 +150,25 @@ def test_epochs_follow_data_and_device(n: int, device: str, epochs: int) -> None
 
 @pytest.mark.parametrize(
     ("pixels", "side", "patch"),
-    [(8, 8, 2), (14, 14, 2), (16, 16, 2), (28, 28, 4), (32, 32, 4), (64, 64, 8), (100, 96, 8), (256, 224, 16)],
-)
+    [
+        (8, 8, 2), (14, 14, 2), (16, 16, 2), (28, 28, 4), (32, 32, 4), (64, 64, 8), (90, 64, 8), (100, 96, 8),
+        (256, 224, 16),
+    ],
+)  # fmt: skip
 def test_image_and_patch_size_follow_the_images(pixels: int, side: int, patch: int) -> None:
     got = chosen(n=10, size=pixels)
     assert (got["img_size"], got["patch_size"]) == (side, patch)
     assert side % patch == 0
+
+
+def test_what_is_left_to_us_goes_by_the_length_of_the_run() -> None:
+    """A twentieth of the run between checkpoints, a two-hundredth between records; compiled from 1,000 steps on."""
+    names = ("checkpoint_every", "log_every", "compile")
+    assert [chosen("cuda", steps=3000)[name] for name in names] == [150, 15, True]
+    assert [chosen("cuda", steps=999)[name] for name in names] == [49, 4, False]
+    assert [chosen("cpu", steps=3)[name] for name in names] == [1, 1, False]
+    given = {"checkpoint_every": 7, "log_every": 2, "compile": True}
+    assert {name: chosen("cuda", steps=999, **given)[name] for name in names} == given
 
 
 def test_a_chosen_size_fits_the_patch_given() -> None:
@@ -225,6 +238,14 @@ def test_alpha_of_other_networks_and_schedules_leaves_as_much_of_the_input() -> 
     assert float(alphas(12, constant["alpha_min"], "constant").prod()) == pytest.approx(known, rel=0.05)
 
 
+def test_a_run_that_goes_on_does_not_ask_for_the_weights_that_it_started_from() -> None:
+    source = data.load("shapes?n=100&size=32").train
+    config = resolve(Pretrain().override(encoder="timm:test_vit", encoder_weights="gone.pth"), source, "cpu")
+    with pytest.raises(ValueError, match=r"no weights at gone\.pth"):
+        build_model(config, in_chans=3)
+    assert build_model(config, in_chans=3, begun=True).encoder.depth > 0
+
+
 @pytest.mark.parametrize(("side", "patch"), [(100, 4), (30, 2), (50, 2), (64, 8), (224, 16)])
 def test_patches_fit_a_size_that_is_given(side: int, patch: int) -> None:
     assert chosen(img_size=side)["patch_size"] == patch
@@ -288,9 +309,10 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], message: str)
 def test_the_model_is_the_one_described() -> None:
     source = data.load("shapes?n=100&size=32").train
     config = Pretrain().override(size="tiny", embed_dim=48, depth=2, decoder_depth=1, alpha_min=0.6, mask_ratio=0.5)
-    config = config.override(zero_init=True)
+    config = config.override(zero_init=True, norm_pix=False, decoder="plain")
     model = build_model(resolve(config, source, "cpu"), in_chans=4)
     got = model.config
+    assert (got["norm_pix"], got["decoder"]) == (False, "plain")
     assert (got["embed_dim"], got["depth"], got["num_heads"], got["in_chans"]) == (48, 2, 3, 4)
     assert (got["decoder_embed_dim"], got["decoder_depth"], got["mask_ratio"]) == (192, 1, 0.5)
     assert (got["img_size"], got["alpha_min"], got["zero_init"]) == ((32, 32), 0.6, True)

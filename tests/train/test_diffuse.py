@@ -24,10 +24,11 @@ from residua.data.source import fingerprint_of
 from residua.nn import UViT
 from residua.nn.diffusion import VP, Flow
 from residua.train import TrainingStopped, fit, read_metrics
-from residua.train.checkpoint import checkpoints, load_file
-from residua.train.diffuse import Denoising, Diffusion, prepare
-from residua.train.diffuse_config import Diffuse, resolve
+from residua.train.checkpoint import checkpoints, load_file, save_model
+from residua.train.diffuse import Denoising, Diffusion, _attach, prepare
+from residua.train.diffuse_config import Diffuse, build_model, resolve
 from residua.train.optim import parameter_groups
+from residua.train.options import auto_alpha
 
 
 def diffuse(config: Diffuse, **hooks: Any) -> Any:
@@ -95,6 +96,8 @@ def test_times_are_uniform_noise_is_normal_and_labels_are_dropped_at_their_rate(
     kept = y != session.model.num_classes
     labels = torch.from_numpy(session.splits.train.labels).repeat(len(epochs))
     assert torch.equal(y[kept], labels[kept])
+    assert float(t[~kept].mean()) == pytest.approx(0.5, abs=0.07)  # 300 draws: labels are dropped at all times alike
+    assert abs(float(torch.corrcoef(torch.stack([t, eps[:, 0, 0, 0]]))[0, 1])) < 0.09
     upright = batch.pixels / 127.5 - 1
     same = torch.stack([(d[0] - upright).abs().amax((1, 2, 3)) < 1e-5 for d in drawn]).float().mean()
     assert float(same) == pytest.approx(0.5, abs=0.05)
@@ -110,6 +113,15 @@ def test_what_is_drawn_for_an_image_does_not_depend_on_its_batch() -> None:
     part = objective.draw(session.feed.gather(torch.tensor([7, 31])), torch.tensor([3, 3]))
     for a, b in zip(whole, part):
         assert torch.equal(a[[7, 31]], b)
+
+
+def test_pixels_that_are_no_bytes_are_taken_as_they_are() -> None:
+    session = prepare(small_diffusion(flip=False))
+    objective: Any = session.objective()
+    batch, epochs = batch_of(session)
+    fractions = Batch(batch.pixels / 255, batch.sizes, batch.index)
+    torch.testing.assert_close(objective.view(fractions, epochs), objective.view(batch, epochs))
+    assert float(objective.view(batch, epochs).max()) > 0.5
 
 
 def test_images_of_another_size_are_cropped_centrally() -> None:
@@ -275,6 +287,47 @@ def test_left_alone_it_is_the_papers_recipe() -> None:
     assert resolve(Diffuse().override(network="sit"), source, "cuda").model.process == "flow"
 
 
+@pytest.mark.parametrize(
+    ("settings", "rate"),
+    [
+        ({}, 2e-4), ({"embed_dim": 256}, 4e-4), ({"embed_dim": 1024}, 2e-4), ({"size": "large"}, 2e-4),
+        ({"network": "sit"}, 1e-4), ({"network": "sit", "embed_dim": 192}, 2e-4),
+        ({"network": "sit", "size": "base"}, 1e-4),
+        ({"base_lr": 1e-4}, 5e-5), ({"base_lr": 1e-4, "batch_size": 512}, 2e-4), ({"lr": 0.5}, 0.5),
+    ],
+)  # fmt: skip
+def test_learning_rates_by_network_width_and_batch(settings: dict[str, Any], rate: float) -> None:
+    source = residua.data.load("shapes?n=4096").train
+    assert resolve(Diffuse().override(**settings), source, "cuda").optim.lr == pytest.approx(rate)
+
+
+def test_alpha_and_branches_left_to_us() -> None:
+    source = residua.data.load("shapes?n=256").train
+
+    def chosen(**settings: Any) -> Any:
+        return resolve(Diffuse().override(**{"steps": 15_000, "depth": 12} | settings), source, "cuda")
+
+    assert chosen().model.zero_init is True  # where fading begins with 7,500 steps
+    assert chosen(zero_init=False).model.zero_init is False
+    assert chosen().shortcut.alpha_min == 0.9
+    assert chosen(zero_init=False).shortcut.alpha_min == auto_alpha(15_000, 12, False) < 0.9
+    assert chosen(depth=24).shortcut.alpha_min == auto_alpha(15_000, 24, True) > 0.9
+    for other in ({"schedule": "learned"}, {"alpha_eff": 0.01}, {"control": "both"}, {"steps": 7500}):
+        assert chosen(**other).shortcut.alpha_min == 1.0
+    assert chosen(alpha_min=0.6).shortcut.alpha_min == 0.6
+
+
+def test_the_network_is_the_one_described() -> None:
+    source = residua.data.load("shapes?n=256&size=32").train
+    asked = {"network": "sit", "skips": False, "zero_init": False, "depth": 4, "embed_dim": 48, "num_heads": 3}
+    config = resolve(Diffuse().override(**asked, alpha_min=0.6, schedule="cosine"), source, "cpu")
+    model = build_model(config, in_chans=4, classes=5, factor=4)
+    built = model.config | {"network": model.config["name"]}
+    assert {name: built[name] for name in asked} == asked
+    assert (model.img_size, model.in_chans, model.num_classes) == ((8, 8), 4, 5)
+    assert (model.config["alpha_min"], model.config["schedule"]) == (0.6, "cosine")
+
+
 def test_positions_have_no_weight_decay() -> None:
     model = residua.create_model("uvit_nano", img_size=16, patch_size=4)
     decayed, free = parameter_groups(model, 0.03)
@@ -329,6 +382,16 @@ def test_a_run_does_not_go_on_with_other_classes(tmp_path: Path, monkeypatch: py
         prepare(small_diffusion(run, steps=1, resume=True))
 
 
+def test_a_model_knows_whether_it_was_trained_on_pixels(tmp_path: Path) -> None:
+    model: Any = residua.create_model("uvit_nano", img_size=8, patch_size=4, in_chans=4)
+    space = LatentSpace("ae", channels=4, factor=2, scale=1.0, shift=0.0, weights="")
+    for given in (None, space):
+        _attach(model, small_diffusion(img_size=16, process="vp"), 3, None, given)
+        save_model(model, tmp_path / "model.safetensors")
+        assert model.in_pixels == residua.load(tmp_path / "model.safetensors").in_pixels == (given is None)
+    assert model.autoencoder == space
+
+
 def test_crops_of_latents_are_refused() -> None:
     source = residua.data.load("shapes?n=40&size=16").train
     space = LatentSpace("ae", channels=4, factor=2, scale=1.0, shift=0.0, weights="")
@@ -378,3 +441,10 @@ def test_published_uvit_weights_come_with_their_process(tmp_path: Path) -> None:
     assert loaded.preprocessing.mean == loaded.preprocessing.std == (0.5, 0.5, 0.5)
     assert loaded.preprocessing.crop_pct == 1.0
     assert residua.sample(loaded, 2, steps=2).shape == (2, 3, 8, 8)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not say how images are prepared")
+def test_published_weights_of_latents_do_not_come_with_the_process_of_pixels(tmp_path: Path) -> None:
+    model = residua.create_model("uvit", img_size=8, patch_size=4, in_chans=4, embed_dim=64, depth=2, num_heads=1)
+    torch.save({k: v for k, v in model.state_dict().items() if not k.startswith("shortcut")}, tmp_path / "uvit.pth")
+    assert getattr(residua.load(tmp_path / "uvit.pth"), "process", None) is None

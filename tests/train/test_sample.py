@@ -111,6 +111,13 @@ def test_classes_are_dealt_out_in_turn() -> None:
     assert labels_of(torch.arange(5), replace(every, guidance=0.0)) is None  # they are of no class
 
 
+def test_the_class_of_an_image_goes_by_its_number_wherever_its_batch_begins() -> None:
+    some = check_sampling(network(num_classes=8), Sampling(classes=(5, 0, 7)))
+    found = labels_of(torch.arange(4, 8), some)
+    assert found is not None
+    assert found.tolist() == [0, 7, 5, 0]
+
+
 def test_classes_may_be_one_or_an_array() -> None:
     model = network(num_classes=20)
     model.classes = [f"kind {i}" for i in range(20)]
@@ -125,6 +132,12 @@ def test_classes_may_be_one_or_an_array() -> None:
             residua.sample(model, 2, classes=wrong)
     with pytest.raises(ValueError, match="neither classes nor guidance"):
         residua.sample(network(), 2, classes=torch.tensor([0, 1]))
+
+
+def test_samplers_take_as_many_steps_as_the_text_says_unless_told() -> None:
+    for sampler, steps in (("euler-maruyama", 1000), ("dpm-solver", 50), ("ddim", 50), ("heun", 50)):
+        assert check_sampling(network(), Sampling(sampler=sampler)).steps == steps
+        assert check_sampling(network(), Sampling(sampler=sampler, steps=7)).steps == 7
 
 
 def test_numbers_of_steps_and_images_are_whole() -> None:
@@ -193,6 +206,18 @@ def test_float32_is_meant_for_convolutions_too(precision: Any, short: bool, monk
     residua.sample(model, 1, steps=1, precision=precision)
     assert seen == [short]
     assert torch.backends.cudnn.allow_tf32 is not short
+
+
+@pytest.mark.parametrize(("precision", "products"), [("float32", "highest"), ("tf32", "high")])
+def test_products_are_as_exact_as_asked_for_and_then_as_they_were(precision: Any, products: str) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with sample.evaluating(network(), None, Sampling(precision=precision)):
+            assert torch.get_float32_matmul_precision() == products
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_half_precision_stays_away_from_pure_noise() -> None:

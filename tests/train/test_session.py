@@ -9,9 +9,9 @@ import torch
 from drive import STEPS, small, small_classifier
 from torch import Tensor
 
-from residua.train import Session, classify, estimate, fit, prepare
+from residua.train import Pretrain, Session, classify, estimate, fit, prepare
 from residua.train.recorded import WARM_UP
-from residua.train.session import hours
+from residua.train.session import hours, resumed
 
 
 def test_a_dry_run_estimates_and_writes_nothing(tmp_path: Path) -> None:
@@ -80,6 +80,20 @@ def test_fit_closes_what_it_opened(tmp_path: Path) -> None:
     assert not fit(session).training
     with pytest.raises(RuntimeError, match="closed"):
         next(session.feed.iterate([torch.arange(2)]))
+
+
+def test_a_run_goes_on_by_its_own_settings_and_this_calls_orchestration(tmp_path: Path) -> None:
+    """What is typed counts, even where it is the default."""
+    before = Pretrain().override(seed=3, keep=5, log_every=7, steps=10, batch_size=8, epochs=2.0)
+    before.save(tmp_path / "config.yaml")
+    given = Pretrain().override(out=str(tmp_path), resume=True)
+    plain = resumed(given).settings()
+    assert (plain["seed"], plain["keep"], plain["log_every"], plain["resume"]) == (3, 5, 7, True)
+    assert resumed(given.override(log_every=2)).machine.log_every == 2
+    assert resumed(given, {"keep"}).machine.keep == Pretrain().machine.keep == 2
+    with pytest.raises(ValueError, match="seed is 3 there, 0 was given"):
+        resumed(given, {"seed"})
+    assert resumed(given.override(seed=3), {"seed"}).optim.seed == 3
 
 
 @pytest.mark.parametrize(
