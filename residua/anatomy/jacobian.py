@@ -285,7 +285,7 @@ class Products:
     def _chunked(self, product: Map, vectors: Tensor) -> Tensor:
         plain = torch.autocast(vectors.device.type, enabled=False)
         with exact(), torch.no_grad(), plain, says_what_to_do(self.budget, len(self.x)):
-            return torch.vmap(product, in_dims=1, out_dims=1, chunk_size=self.chunk)(vectors)
+            return torch.vmap(product, in_dims=1, chunk_size=self.chunk)(vectors).movedim(0, 1)
 
 
 def _residual(operator: Operator, u: Tensor, s: Tensor, v: Tensor, tol: float) -> Tensor:

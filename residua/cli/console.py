@@ -48,7 +48,8 @@ class Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+        if not self.progress.disable:  # where it is, rich before 14.3 leaves an empty line
+            self.progress.stop()
 
     def update(self, record: dict[str, Any]) -> None:
         from residua.train.session import hours
