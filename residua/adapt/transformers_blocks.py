@@ -21,13 +21,14 @@ def _vit(block: Any, attention_mask: Any = None, **kwargs: Any) -> list[Part]:
 
 
 def _dino(block: Any, attention_mask: Any = None, position_embeddings: Any = None, **kwargs: Any) -> list[Part]:
-    """DINOv2 and v3: layer scale and drop path; v3 rotates by positions."""
-    if position_embeddings is not None:
-        kwargs["position_embeddings"] = position_embeddings
+    """DINOv2 and v3: layer scale and drop path; v3 rotates by positions. In older versions v2 takes no mask and returns
+    its output alone."""
+    given = {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
+    kwargs |= {name: value for name, value in given.items() if value is not None}
 
     def attention(x: Tensor) -> Tensor:
-        y = block.attention(block.norm1(x), attention_mask=attention_mask, **kwargs)[0]
-        return block.drop_path(block.layer_scale1(y))
+        y = block.attention(block.norm1(x), **kwargs)
+        return block.drop_path(block.layer_scale1(y[0] if isinstance(y, tuple) else y))
 
     return [
         Part("attention", attention),
