@@ -5,6 +5,7 @@ import pytest
 from sklearn.datasets import load_digits as sklearn_digits
 
 from residua.data import DataError, arrays, load
+from residua.data.arrays import ArraySource
 
 
 def test_digits_are_scikit_learns():
@@ -23,6 +24,30 @@ def test_digits_split_is_stratified_and_fixed():
     share = np.bincount(splits.test.labels) / np.bincount(sklearn_digits().target)
     assert (np.abs(share - 0.2) < 0.01).all()
     assert splits.test.fingerprint() == again.test.fingerprint()
+
+
+def test_fingerprint_follows_pixels_shape_and_labels():
+    images, labels = np.arange(48, dtype=np.uint8).reshape(4, 2, 6, 1), np.array([0, 1, 0, 1])
+    sources = [
+        (images, labels),
+        (images, labels[::-1].copy()),
+        (images, None),
+        (images.reshape(4, 6, 2, 1), labels),
+        (images.reshape(4, 2, 2, 3), labels),
+        (images[::-1].copy(), labels),
+    ]
+    found = [ArraySource("a", "train", x, y, ["no", "yes"]).fingerprint() for x, y in sources]
+    assert len(set(found)) == len(found)
+    assert ArraySource("b", "train", images.copy(), labels.copy(), ["no", "yes"]).fingerprint() == found[0]
+
+
+def test_statistics_are_of_all_images():
+    """Also of those after the last whole thousand, which here are much brighter."""
+    images = np.random.default_rng(0).integers(0, 100, (1030, 2, 3, 2), dtype=np.uint8)
+    images[1024:] += 150
+    mean, std = ArraySource("a", "train", images, None, None).stats()
+    np.testing.assert_allclose(mean, (images / 255).mean((0, 1, 2)), rtol=1e-6)
+    np.testing.assert_allclose(std, (images / 255).std((0, 1, 2)), rtol=1e-6)
 
 
 class Fake:

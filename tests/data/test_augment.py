@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy import stats
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as TF
@@ -14,6 +15,7 @@ from residua.data.augment import (
     random_resized_crop_boxes,
     resample,
     train_view,
+    uncropped,
 )
 
 MODES = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
@@ -47,6 +49,18 @@ def test_resample_of_uint8_equals_torchvision_to_rounding(interpolation):
     for image, box, mine in zip(pixels, BOXES, ours):
         theirs = TF.resized_crop(image, *box, [24, 24], MODES[interpolation], antialias=True)
         assert (mine * 255 - theirs).abs().max() <= 1.5  # theirs rounds between the axes and at the end
+
+
+@pytest.mark.parametrize(("interpolation", "same"), [("bilinear", 0.85), ("bicubic", 0.99)])
+def test_resample_within_an_image_has_pils_whole_numbers(interpolation, same):
+    """But for values halfway between two numbers, which may go to either; of noise bilinear filters make many."""
+    pixels, sizes = pictures(3), torch.tensor([[48, 40]] * 3)
+    ours = resample(pixels, torch.tensor([[0, 0, 48, 40]] * 3), (24, 28), interpolation=interpolation, within=sizes)
+    images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in pixels]
+    resized = [np.asarray(image.resize((28, 24), Image.Resampling[interpolation.upper()])) for image in images]
+    off = (ours * 255 - torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2)).abs()
+    assert off.max() < 1.001
+    assert (off < 1e-3).float().mean() > same
 
 
 def test_flip_mirrors():
@@ -141,6 +155,12 @@ def test_center_boxes():
     assert center_boxes(sizes[:1], 32, crop_pct=0.5).tolist() == [[32, 16, 32, 32]]
     assert center_boxes(sizes, 32, crop_mode="squash").tolist() == [[0, 0, 96, 64], [0, 0, 32, 32], [0, 0, 30, 90]]
     assert center_boxes(sizes[:1], (32, 8), crop_pct=0.5, crop_mode="squash").tolist() == [[24, 16, 48, 32]]
+
+
+@pytest.mark.parametrize("side", [24, 96, 224])
+def test_a_share_of_whole_numbers_gives_back_the_side_it_was_made_from(side):
+    """Whatever the quotient was rounded to: 224 / (224 / 354) is a little below 354."""
+    assert [uncropped(side, side / n) for n in range(side, 2 * side)] == list(range(side, 2 * side))
 
 
 @pytest.mark.parametrize("size", [(100, 60), (47, 31), (31, 47), (20, 23), (1, 9), (354, 354)])

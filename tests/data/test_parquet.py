@@ -166,6 +166,8 @@ def test_unlabelled_test_split_gives_way(hub_folder):
         ("validation-00000-of-00001.parquet", "valid"),
         ("default/test/0000.parquet", "test"),
         ("plain_text/partial-train/0001.parquet", "train"),
+        ("data_test.parquet", "test"),
+        ("my set/2024.val.003.parquet", "valid"),
         ("whatever.parquet", "train"),
     ],
 )

@@ -283,6 +283,13 @@ def test_a_cached_evaluation_gives_the_same_report(vit: ViT, noise: Splits, tmp_
 def test_hash_and_checksum_notice_every_change(vit: ViT) -> None:
     before = weights_hash(vit)
     assert weights_hash(vit) == before
+    vit.shortcut.alpha[1] *= 0.5  # a buffer
+    assert weights_hash(vit) != before
+    tall, wide = (torch.nn.Linear(*shape, bias=False) for shape in ((2, 3), (3, 2)))
+    with torch.no_grad():
+        wide.weight.copy_(tall.weight.reshape(2, 3))
+    assert weights_hash(tall) != weights_hash(wide)
+    before = weights_hash(vit)
     vit.half()
     assert weights_hash(vit) != before
     x = np.arange(3_000_001, dtype=np.float32)

@@ -12,7 +12,16 @@ import residua
 from residua import cli
 from residua.data import DataError, Preprocessing, Splits, mixing, rng
 from residua.data.arrays import ArraySource
-from residua.evaluate.diffusion import NoisedReader, best, block_names, evaluate_diffusion, grid, grid_table
+from residua.evaluate.diffusion import (
+    NoisedReader,
+    best,
+    block_names,
+    evaluate_diffusion,
+    grid,
+    grid_table,
+    noised_subject,
+    untrained,
+)
 from residua.evaluate.report import Report, Score
 from residua.nn.diffusion import VP, Flow
 from residua.train.checkpoint import write_checkpoint
@@ -54,6 +63,49 @@ def test_a_feature_is_the_mean_of_patches_of_the_noised_image(name: str) -> None
         stream = taps[block_names(model)[layer]][:, model.num_prefix_tokens :]
         assert torch.allclose(found["t=0.2", layer], stream.mean(1), atol=1e-5)
     assert not torch.allclose(found["t=0.05", 1], found["t=0.2", 1], atol=1e-3)
+
+
+def test_latents_are_noised_as_images_are() -> None:
+    class Halves:
+        """In place of an autoencoder."""
+
+        def encode(self, images: torch.Tensor) -> torch.Tensor:
+            return 0.5 * images[:, :, ::2, ::2]
+
+    model, columns, index = network(img_size=8), [("t=0.1", 1)], torch.arange(4)
+    x = torch.rand(4, 3, 16, 16) * 2 - 1
+    with torch.no_grad():
+        found = NoisedReader(model, columns, 7, Halves())(x, index)  # type: ignore[arg-type]
+        expected = NoisedReader(model, columns, 7)(0.5 * x[:, :, ::2, ::2], index)
+    assert torch.equal(found["t=0.1", 1], expected["t=0.1", 1])
+
+
+def test_kept_features_are_of_one_process_seed_and_split() -> None:
+    model = network()
+
+    def identity(seed: int = 0, part: str = "train") -> str:
+        return json.dumps(noised_subject(model, [0], [0.1], seed, part=part).identity(), sort_keys=True)
+
+    before = identity()
+    assert len({before, identity(seed=1), identity(part="test")}) == 3
+    model.process = Flow()
+    assert identity() != before
+
+
+def test_the_untrained_network_has_branches_and_repeats_with_the_seed() -> None:
+    model = network(zero_init=True)
+    assert not model.mid_block.mlp.fc2.weight.any()
+    one, same, other = (untrained(model, seed).mid_block.mlp.fc2.weight for seed in (1, 1, 2))
+    assert one.any()
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_limit_seed_and_repeated_levels() -> None:
+    options: dict[str, Any] = {"layers": "last", "baselines": False, "knn": False, "probe": "simple", "epochs": 1}
+    report = evaluate_diffusion(network(), DATA, times=(0.3, 0.1, 0.3), limit=30, seed=2, **options)
+    assert (report.n_train, report.n_test, report.readout) == (30, 30, "t=0.1, t=0.3")
+    assert report.probes["model"]["seed"] == report.seed == 2
 
 
 def test_noise_does_not_tell_a_test_image_from_others() -> None:

@@ -68,6 +68,15 @@ def test_every_checkpoint_is_measured_as_evaluate_measures(runs: list[Path], fou
     assert list(row) == ["run", "step", "epoch", "metric", "layer", "value"]
 
 
+def test_a_curve_is_of_the_deepest_layer_in_the_order_of_training() -> None:
+    steps = [(30, 3, 0.3), (10, 3, 0.1), (10, 0, 7.0), (20, 3, 0.2), (20, 0, 8.0), (40, 3, math.nan)]
+    points = [Point("a", step, step / 10, RANK, layer, value) for step, layer, value in steps]
+    found = Dynamics([*points, Point("b", 10, 1.0, RANK, 5, 9.0)])
+    assert list(found.curve(RANK, "a").items()) == [(1.0, 0.1), (2.0, 0.2), (3.0, 0.3)]
+    assert list(found.by_layer(RANK, "a")) == [0, 3]
+    assert found.by_layer(RANK, "a")[0] == {1.0: 7.0, 2.0: 8.0}
+
+
 def test_only_new_checkpoints_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run", 0.8, steps=(10, 20))
     told: list[str] = []
@@ -84,6 +93,26 @@ def test_only_new_checkpoints_are_computed(tmp_path: Path, monkeypatch: pytest.M
     assert sorted({p.step for p in grown.points}) == [10, 20, 30], "what was measured once stays"
     dynamics([run], probe=None, limit=20, on_message=told.append)
     assert told[3:] == ["run: step 20", "run: step 30"], "other settings start again"
+    dynamics([run], probe=None, limit=20, seed=1, on_message=told.append)
+    assert len(told) == 7, "as does another seed"
+    config = Pretrain.read(run / "config.yaml")
+    config.override(alpha_min=0.9).save(run / "config.yaml")
+    dynamics([run], probe=None, limit=20, seed=1, on_message=told.append)
+    assert len(told) == 9, "or a run with other settings"
+    config.override(alpha_min=0.9, lr=1e-5).save(run / "config.yaml")
+    dynamics([run], probe=None, limit=20, seed=1, on_message=told.append)
+    assert len(told) == 11
+
+
+def test_scores_that_are_no_numbers_stay_so_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", 0.8, steps=(10,))
+    scores = [(KNN, 1, math.nan), (RANK, 1, 2.5)]
+    monkeypatch.setattr(sys.modules[Dynamics.__module__], "measure", lambda *_, **__: scores)
+    for _ in range(2):  # measured, then read
+        found = dynamics([run])
+        assert [p.metric for p in found.points] == [KNN, RANK]
+        assert math.isnan(found.points[0].value)
+        assert found.points[1].value == 2.5
 
 
 def test_weights_written_again_are_measured_again(tmp_path: Path) -> None:
@@ -104,7 +133,7 @@ def test_other_images_of_the_same_name_are_measured_again(tmp_path: Path, monkey
 
     def measured(**settings: Any) -> Dynamics:
         quick: Any = {"data": f"folder:{pictures}", "probe": None, "knn": False, "on_message": told.append}
-        return dynamics([run], **quick, **settings)
+        return dynamics([run], **quick | settings)
 
     before = measured()
     for i in range(24):
@@ -114,12 +143,31 @@ def test_other_images_of_the_same_name_are_measured_again(tmp_path: Path, monkey
     told.clear()
     pictures.rename(tmp_path / "away")
     assert measured().points == after.points, "there is nothing to compare with, so what is known stands"
+    others: Any = {"data": f"folder:{tmp_path / 'others'}", "on_message": lambda text: None}
+    assert not measured(**others).points, "which says nothing of others"
     (tmp_path / "away").rename(pictures)
     assert measured().points == after.points
     assert told == []
     monkeypatch.setattr("residua.__version__", "0.0.0")
     measured()
     assert told == ["run: step 10"]
+
+
+def test_other_test_images_are_measured_again(tmp_path: Path) -> None:
+    run, source = make_run(tmp_path / "run", 0.8, steps=(10,)), load(DATA).train
+
+    def measured(offset: int) -> list[str]:
+        for i in range(24):
+            place = tmp_path / "pictures" / ("test" if i < 8 else "train") / str(i % 2)
+            place.mkdir(parents=True, exist_ok=True)
+            if i < 8 or offset == 0:
+                Image.fromarray(source.read(i + offset)).save(place / f"{i}.png")
+        told: list[str] = []
+        dynamics([run], data=f"folder:{tmp_path / 'pictures'}", probe=None, knn=False, on_message=told.append)
+        return told
+
+    assert measured(0) == ["run: step 10"]
+    assert measured(24) == ["run: step 10"]
 
 
 @pytest.mark.parametrize("content", ["{ broken", "[]", '{"settings": 1}', '{"settings": {}, "checkpoints": 3}'])

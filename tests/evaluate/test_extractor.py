@@ -1,8 +1,10 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from residua.data import Batch, Preprocessing, center_view
@@ -56,6 +58,9 @@ def test_an_encoder_of_grey_images_sees_grey(images: Tensor) -> None:
     coloured[:, 2] = 255 - coloured[:, 2]
     assert found(grey).shape == (2, 32)
     assert not torch.allclose(found(grey), found(coloured))
+    seen = [Image.fromarray(image.permute(1, 2, 0).numpy()).convert("L") for image in images]
+    as_pil = torch.from_numpy(np.stack([np.asarray(image) for image in seen]))[:, None].repeat(1, 3, 1, 1)
+    torch.testing.assert_close(found(images), found(as_pil), atol=0.01, rtol=0)
 
 
 def test_timm_with_weights_of_a_file(images: Tensor, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import residua.evaluate
 from residua.data import Batch, DataError, Preprocessing, Splits, center_view, load, train_view
 from residua.evaluate import extract, mae_probe, pixel_features
 from residua.evaluate.features import preprocessing_of
-from residua.evaluate.reading import View, open_feed
+from residua.evaluate.reading import PixelReader, View, open_feed
 from residua.nn import ViT, create_model
 
 
@@ -127,6 +127,9 @@ def test_images_of_the_right_size_are_read_as_they_are(vit: ViT, noise: Splits) 
     torch.testing.assert_close(view.center(batch, full=True), view.center(batch), rtol=1e-5, atol=1e-5)
     larger = replace(view, preprocessing=replace(view.preprocessing, img_size=(24, 24)))
     assert larger.center(batch, full=True).shape[2:] == (24, 24)
+    for crop_pct in (1.0, 0.5):
+        same = replace(view, preprocessing=replace(view.preprocessing, img_size=(16, 20), crop_pct=crop_pct))
+        torch.testing.assert_close(same.center(batch, full=True), same.center(batch), rtol=1e-5, atol=1e-5)
 
 
 def test_the_models_own_preprocessing_is_used(vit: ViT, noise: Splits) -> None:
@@ -147,9 +150,17 @@ def test_model_and_random_state_are_left_as_they_were(vit: ViT, noise: Splits) -
     vit.train()
     vit.blocks[1].eval()
     modes = [m.training for m in vit.modules()]
+    plain, meanwhile = vit.forward_features, []
+
+    def noted(images, tap=None):
+        meanwhile.append(any(m.training for m in vit.modules()))
+        return plain(images, tap=tap)
+
+    vit.forward_features = noted  # type: ignore[method-assign]
     weights = {name: p.clone() for name, p in vit.state_dict().items()}
     states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     extract(vit, noise, views=1, limit=10)
+    assert set(meanwhile) == {False}
     assert [m.training for m in vit.modules()] == modes
     assert all(torch.equal(p, weights[name]) for name, p in vit.state_dict().items())
     assert all(p.grad is None for p in vit.parameters())
@@ -181,6 +192,25 @@ def test_unreadable_images_are_left_out_if_asked(vit: ViT, tmp_path: Path) -> No
     assert not any("3.png" in name for name in feats.ids)
 
 
+def test_labels_stay_with_their_images_where_some_are_left_out(vit: ViT, tmp_path: Path) -> None:
+    places = ["train/a"] * 4 + ["train/b"] * 4 + ["test/a"]
+    for i, place in enumerate(places):
+        pixels = np.random.default_rng(i).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+        file = tmp_path / "images" / place / f"{i}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(file)
+        if i in (1, 2, 7):
+            file.write_bytes(file.read_bytes()[:200])
+    data = load(f"folder:{tmp_path / 'images'}")
+    for cache in (None, tmp_path / "cache", tmp_path / "cache"):
+        feats = extract(vit, data, on_bad_image="skip", splits=("train",), cache=cache, batch_size=3).train
+        assert [Path(name).name for name in feats.ids] == ["0.png", "3.png", "4.png", "5.png", "6.png"]
+        assert feats.targets.tolist() == [0, 0, 1, 1, 1]
+        assert feats.last.shape == (5, 32)
+    with pytest.raises(DataError, match=r"1\.png"):  # what was left out by request is an error to others
+        extract(vit, data, splits=("train",), cache=tmp_path / "cache")
+
+
 def test_bf16_is_close_and_still_float32(vit: ViT, noise: Splits) -> None:
     full, half = (extract(vit, noise, splits=("train",), bf16=b).train.last for b in (False, True))
     assert half.dtype == torch.float32
@@ -196,6 +226,13 @@ def test_pixels_are_the_standardised_image(noise: Splits) -> None:
     torch.testing.assert_close(small.test.last, expected)
     assert small.test.readout == "pixels"
     assert pixel_features(noise, size=1000).train.last.shape == (50, 3 * 16 * 16)
+
+
+def test_larger_images_are_shrunk_to_pixels_as_pil_does() -> None:
+    images = torch.rand(2, 1, 20, 32)
+    expected = [Image.fromarray(image[0].numpy()).resize((8, 5), Image.Resampling.BILINEAR) for image in images]
+    small = PixelReader(8)(images)[-1]
+    torch.testing.assert_close(small, torch.from_numpy(np.stack(expected)).flatten(1), atol=1e-5, rtol=0)
 
 
 def _extract_small(cache: str | None = None) -> tuple[dict, dict, torch.Tensor, float]:

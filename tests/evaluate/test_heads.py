@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 
-from residua.evaluate.heads import fit_adamw, fit_lbfgs, gradient, logits
+from residua.evaluate.heads import _objective, fit_adamw, fit_lbfgs, gradient, logits
 
 
 def test_gradient_is_autograds() -> None:
@@ -89,6 +89,19 @@ def test_lbfgs_finds_scikit_learns_optimum(penalty: float) -> None:
 def objective(params: torch.Tensor, x: torch.Tensor, y: torch.Tensor, penalty: float) -> float:
     loss = F.cross_entropy(logits(params, x)[0, :, 0].double(), y)
     return float(loss + penalty / 2 * params[0, :-1].double().square().sum())
+
+
+def test_what_lbfgs_minimises_is_summed_over_all_chunks_of_images() -> None:
+    """With 5,000 classes a chunk has 256 images."""
+    n, d, classes, penalty = 600, 3, 5000, 0.1
+    z, y = torch.randn(n, d, dtype=torch.float64), torch.randint(classes, (n,))
+    p = torch.randn(d + 1, classes, dtype=torch.float64, requires_grad=True)
+    scale = torch.rand(d + 1, 1, dtype=torch.float64) + 0.5
+    w = scale * p
+    expected = F.cross_entropy(z @ w[:-1] + w[-1], y) + penalty / 2 * w[:-1].square().sum()
+    loss, grad = _objective(p.detach(), z, y, scale, penalty)
+    assert loss == pytest.approx(expected.item(), rel=1e-9)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected, p)[0])
 
 
 def test_lbfgs_heads_do_not_depend_on_their_neighbours() -> None:

@@ -90,6 +90,19 @@ def test_the_network_is_torchvisions_with_the_graphs_three_differences(state, fi
     assert not model.published
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_folding_is_the_convolution_and_its_normalisation(affine: bool) -> None:
+    conv, norm, folded = nn.Conv2d(3, 5, 2, bias=False), nn.BatchNorm2d(5, eps=0.001).eval(), nn.Conv2d(3, 5, 2)
+    for values in (norm.weight.data, norm.bias.data, norm.running_mean, norm.running_var):
+        values.copy_(torch.rand(5) + 0.5)
+    if not affine:
+        norm.weight.data.fill_(1)
+    parts = [conv.weight, norm.bias, norm.running_mean, norm.running_var]
+    module._fold(folded, parts, norm.weight if affine else None, "a layer")
+    x = torch.randn(2, 3, 4, 4)
+    torch.testing.assert_close(folded(x), norm(conv(x)))
+
+
 class Part(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x

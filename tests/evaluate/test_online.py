@@ -1,15 +1,20 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from timm.optim import Lars
 
-from residua.data import Batch, Splits, train_view
-from residua.evaluate import CollapsedError, evaluate, mae_probe
-from residua.evaluate.online import LarsHeads
-from residua.evaluate.protocols import Recipe
+from residua.data import Batch, Splits, load, train_view
+from residua.data.errors import DataWarning
+from residua.evaluate import CollapsedError, evaluate, mae_probe, online
+from residua.evaluate.features import Subject, encoder_subject, pixel_subject, preprocessing_of
+from residua.evaluate.online import LarsHeads, probe_online
+from residua.evaluate.protocols import ProbeResult, Recipe, resolve_recipe, split
+from residua.evaluate.reading import View, open_feed
 from residua.nn import ViT
 
 EPOCHS, BATCH, SEED = 3, 20, 4
@@ -74,8 +79,79 @@ def test_it_is_he_et_als_protocol(vit: ViT, noise: Splits, monkeypatch) -> None:
     assert result == mae_probe(vit, noise, learning_rates=rates, encoder_batch=7, **options)
 
 
+def test_held_out_images_are_the_seeds_share_of_those_trained_on(vit: ViT, noise: Splits, monkeypatch) -> None:
+    """They judge heads that have not seen them; the test images judge those that have seen all."""
+    scored: list[tuple[int, list[int]]] = []
+    seen: dict[int, int] = {}
+    score, step = online._score, LarsHeads.step
+
+    def count(self, features, y, factor):
+        seen[id(self)] = seen.get(id(self), 0) + len(y)
+        step(self, features, y, factor)
+
+    def keep(heads, feed, labels, reader, keys, rows, view):
+        scored.append((seen[id(heads)], rows.tolist()))
+        return score(heads, feed, labels, reader, keys, rows, view)
+
+    monkeypatch.setattr(LarsHeads, "step", count)
+    monkeypatch.setattr(online, "_score", keep)
+    rows = [torch.arange(1, 50, 2), torch.arange(0, 21, 3)]
+    probed({"": encoder_subject(vit, [2], ("cls",))}, vit, noise, rows)
+    kept, held = split(torch.from_numpy(noise.train.labels)[rows[0]], 0.3, SEED)
+    assert scored == [(len(kept), rows[0][held].tolist()), (25, rows[1].tolist())]
+
+
+def probed(subjects: dict[str, Subject], vit: ViT, data: Splits, rows: list[torch.Tensor]) -> dict[str, ProbeResult]:
+    view = View(preprocessing_of(vit, data.train), seed=SEED)
+    feeds = [open_feed(part, torch.device("cpu"), view) for part in (data.train, data.test)]
+    recipe = resolve_recipe("mae", len(rows[0]), learning_rates=(0.1, 10.0), epochs=1)
+    return probe_online(subjects, feeds, rows, view, recipe, holdout=0.3)
+
+
+def test_subjects_together_score_as_each_alone(vit: ViT, noise: Splits) -> None:
+    subjects = {"model": encoder_subject(vit, [0, 2], ("cls",)), "pixels": pixel_subject(8)}
+    rows = [torch.arange(50), torch.arange(21)]
+    together = probed(subjects, vit, noise, rows)
+    for name, subject in subjects.items():
+        alone = probed({name: subject}, vit, noise, rows)[name]
+        assert together[name].accuracy == alone.accuracy
+        assert [(h.layer, h.readout) for h in together[name].grid] == [(h.layer, h.readout) for h in alone.grid]
+        losses = [[h.held_out_loss for h in result.grid] for result in (together[name], alone)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_only_readable_images_count(vit: ViT, tmp_path) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(24):
+        file = tmp_path / ("test" if i < 8 else "train") / "ab"[i % 2] / f"{i}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(file)
+        if i in (2, 5, 6):
+            file.write_bytes(file.read_bytes()[:200])
+    options = {"epochs": 1, "learning_rates": (1.0,), "on_bad_image": "skip"}
+    with pytest.warns(DataWarning, match="3 of 8 test images"):
+        result = mae_probe(vit, load(f"folder:{tmp_path}"), **options)
+    assert result.n_test == 5
+    assert result.accuracy / 100 * 5 == pytest.approx(round(result.accuracy / 100 * 5))
+
+
+def test_half_precision_of_the_encoder_is_close_and_used(vit: ViT, noise: Splits) -> None:
+    view, subject = View(preprocessing_of(vit, noise.train)), encoder_subject(vit, [2], ("cls",))
+    batch = open_feed(noise.train, torch.device("cpu"), view).gather(torch.arange(9))
+    full, half = (online._features(batch, subject.reader(subject.columns), replace(view, bf16=b), 0)[0]["cls", 2]
+                  for b in (False, True))  # fmt: skip
+    assert half.dtype == torch.float32
+    assert not torch.equal(full, half)
+    torch.testing.assert_close(full, half, atol=0.1, rtol=0.1)
+
+
+def test_a_limit_is_kept_to(vit: ViT, noise: Splits) -> None:
+    result = mae_probe(vit, noise, limit=20, epochs=1, learning_rates=(1.0,))
+    assert (result.n_train, result.n_test) == (20, 20)
+
+
 def test_weight_decay_and_trust_are_timms_for_every_head() -> None:
-    settings = [(0.5, 0.0), (2.0, 0.1), (0.5, 0.01)]
+    settings = [(0.5, 0.0), (2.0, 0.1), (0.5, 20.0)]
     heads = LarsHeads(settings, classes=4, recipe=Recipe(1, 256, 0.0, (), ()), seed=1)
     features, y = torch.randn(5, 30, 6) * 3 + 1, torch.randint(4, (5, 30))
     for x, labels in zip(features, y):

@@ -1,15 +1,19 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from scipy.stats import binomtest
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
 from residua.evaluate import CollapsedError, FeatureSet, linear_probe, probe
+from residua.evaluate.heads import fit_adamw, logits
 from residua.evaluate.probe import Head, choose, split
+from residua.evaluate.protocols import Outcome, conclude, resolve_recipe, summarise
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -86,6 +90,27 @@ def test_ties_within_the_standard_error_go_to_the_lower_loss() -> None:
     assert choose(heads, 10_000) is heads[0]  # 0.4 points
 
 
+def test_what_is_quoted_goes_by_held_out_images() -> None:
+    """Also where another read-out of the layer, or another layer, does better on the test images."""
+    columns = [("tokens", 3), ("cls", 3), ("tokens", 5)]
+    held = Outcome([[60.0], [80.0], [50.0]], [[math.nan]] * 3, [[0.9], [0.5], [1.0]], 1000)
+    test = Outcome([[70.0], [40.0], [90.0]], [[math.nan]] * 3, [[0.5], [0.5], [0.1]], 1000)
+    grid, best, chosen = conclude(columns, [(0.1, 0.0)], held)
+    shared = {"protocol": "simple", "epochs": 1, "batch_size": 1, "holdout": 0.1, "seed": 0, "n_train": 10_000}
+    result = summarise(best, chosen, grid, held, test, **shared)
+    assert (result.accuracy, result.readout, result.best.layer) == (40.0, "cls", 3)
+    assert result.by_layer == {3: 40.0, 5: 90.0}
+    diverged = replace(test, loss=[[0.5], [math.nan], [0.1]])
+    with pytest.raises(ValueError, match=r"layer 3 diverged at learning rate 0\.1"):
+        summarise(best, chosen, grid, held, diverged, **shared)
+
+
+def test_five_guesses_say_something_from_six_classes_on() -> None:
+    sums = torch.tensor([[[3.0]], [[9.0]], [[20.0]]])
+    assert math.isnan(Outcome.of(sums, 10, classes=5).top5[0][0])
+    assert Outcome.of(sums, 10, classes=6).top5 == [[pytest.approx(90)]]
+
+
 @pytest.mark.parametrize("protocol", ["simple", "lbfgs"])
 def test_the_test_set_chooses_nothing(protocol: str) -> None:
     (x, y), (q, truth) = overlapping_blobs(800)
@@ -98,6 +123,48 @@ def test_the_test_set_chooses_nothing(protocol: str) -> None:
     other = linear_probe(train, FeatureSet({0: -q[:, :20], 1: q * 7}, shuffled), **options)
     assert (honest.best, honest.grid) == (other.best, other.grid)
     assert honest.accuracy != other.accuracy
+
+
+@pytest.mark.parametrize(
+    ("protocol", "epochs", "batch_size", "warmup_epochs", "rate"),
+    [("simple", 200, 1024, 0, 1e-2), ("cached", 200, 5120, 20, 1e-2), ("mae", 90, 16384, 10, 0.1)],
+)
+def test_protocols_are_those_of_the_papers(protocol, epochs, batch_size, warmup_epochs, rate) -> None:
+    recipe = resolve_recipe(protocol, 1_281_167)
+    assert (recipe.epochs, recipe.batch_size) == (epochs, batch_size)
+    assert recipe.warmup * epochs == pytest.approx(warmup_epochs)
+    assert rate in recipe.learning_rates
+    assert recipe.weight_decays == (0.0,)
+    assert [resolve_recipe(protocol, n).batch_size for n in (100, 40_000)] == [32, 800]
+
+
+def test_candidates_learn_from_what_the_seed_keeps_and_are_judged_on_the_rest() -> None:
+    """By hand: the split, the standardised views, the heads with the protocol's warm-up and the seed's batches."""
+    (x, y), (q, truth) = overlapping_blobs(400)
+    train, rates = with_views((x, y), noise=2.0), (1e-3, 1e-1)
+    options = {"epochs": 3, "batch_size": 32, "seed": 7}
+    result = linear_probe(train, (q, truth), protocol="cached", holdout=0.3, learning_rates=rates, **options)
+    views = (torch.cat([x[None], train.views[-1]]) - x.mean(0)) / x.std(0, correction=0)
+    kept, held = split(y, 0.3, seed=7)
+    lr = torch.tensor([rates])
+    heads = fit_adamw(views[None, :, kept], y[kept], 8, lr, 0 * lr, warmup=0.1, **options)
+    scores = logits(heads, views[:1, held])[0]
+    for r, head in enumerate(result.grid):
+        assert head.held_out_loss == pytest.approx(float(F.cross_entropy(scores[:, r], y[held])), rel=1e-4)
+        assert head.held_out == pytest.approx(100 * float((scores[:, r].argmax(1) == y[held]).float().mean()))
+    best = torch.tensor([[result.best.learning_rate]])
+    heads = fit_adamw(views[None], y, 8, best, 0 * best, warmup=0.1, **options)
+    guess = logits(heads, ((q - x.mean(0)) / x.std(0, correction=0))[None])[0, :, 0].argmax(1)
+    assert result.accuracy == pytest.approx(100 * float((guess == truth).float().mean()), abs=0.51)
+
+
+def test_many_test_images_count_alike() -> None:
+    (x, y), (q, truth) = overlapping_blobs(10_000)
+    parts = [slice(0, 2500), slice(2500, 5000), slice(0, 5000)]
+    options = {"protocol": "lbfgs", "weight_decays": (1e-2,)}
+    first, second, whole = (linear_probe((x[:200], y[:200]), (q[part], truth[part]), **options) for part in parts)
+    assert whole.accuracy == pytest.approx((first.accuracy + second.accuracy) / 2)
+    assert whole.top5 == pytest.approx((first.top5 + second.top5) / 2)
 
 
 def test_one_head_among_many_is_the_head_alone() -> None:
@@ -126,6 +193,21 @@ def test_scale_and_offset_of_features_do_not_matter() -> None:
     assert padded.accuracy == pytest.approx(one.accuracy, abs=0.3)
 
 
+def test_small_deviations_count_and_those_of_rounding_do_not(monkeypatch) -> None:
+    x = torch.randn(1000, 4) * torch.tensor([1.0, 1e-3, 1e-3, 0.0]) + torch.tensor([0.0, 0.0, 1e4, 3.0])
+    mean, std = probe.moments(x, x.device, "")
+    torch.testing.assert_close(mean, x.double().mean(0).float())
+    torch.testing.assert_close(std[:2], x[:, :2].std(0, correction=0))
+    assert std[2:].tolist() == [math.inf, math.inf]
+    monkeypatch.setattr(probe, "_CHUNK", 300)  # four parts, the last of them smaller
+    for whole, parts in zip((mean, std), probe.moments(x, x.device, "")):
+        torch.testing.assert_close(whole, parts)
+    (x, y), (q, truth) = overlapping_blobs(800)
+    alone = linear_probe((x, y), (q, truth), protocol="lbfgs").accuracy
+    loud = [torch.cat([1e-3 * features, torch.randn(len(features), 1)], 1) for features in (x, q)]
+    assert linear_probe((loud[0], y), (loud[1], truth), protocol="lbfgs").accuracy == pytest.approx(alone, abs=5)
+
+
 def test_is_repeatable_and_leaves_the_random_state_alone() -> None:
     train, test = overlapping_blobs(600)
     state = torch.get_rng_state()
@@ -141,6 +223,7 @@ def test_split_takes_its_share_of_every_class() -> None:
     assert len(held) == pytest.approx(73, abs=1)
     assert not torch.equal(split(labels, 0.1, seed=5)[1], held)
     assert len(split(labels[:4], 0.1)[1]) == 1
+    assert len(set(split(torch.zeros(500), 0.1)[1].diff().tolist())) > 5  # drawn, not every tenth
 
 
 def test_read_outs_are_candidates_like_layers() -> None:
@@ -161,6 +244,25 @@ def test_read_outs_are_candidates_like_layers() -> None:
     plain = result.to_dict()
     assert len(plain["grid"]) == 16
     assert {"layer", "readout", "learning_rate", "weight_decay", "held_out", "held_out_top5"} <= set(plain["grid"][0])
+
+
+def test_views_and_test_images_of_every_read_out_are_its_own() -> None:
+    (x, y), (q, truth) = overlapping_blobs(1000)
+
+    def features(good: torch.Tensor, labels: torch.Tensor) -> FeatureSet:
+        """Two read-outs, of which the second tells the classes, in all views."""
+        ids, noise = list(map(str, range(len(labels)))), torch.randn(2, len(labels), 24)
+        other = FeatureSet({0: good}, labels, ids, "cls", views={0: good.repeat(3, 1, 1)})
+        return FeatureSet(
+            {0: noise[0]}, labels, ids, "tokens", views={0: noise[1:].repeat(3, 1, 1)}, others={"cls": other}
+        )
+
+    train, test = features(x, y), features(q, truth)
+    options = {"protocol": "cached", "epochs": 10, "learning_rates": (1e-2,)}
+    tested = {t.readout: t.accuracy for t in linear_probe(train, test, **options).tested}
+    alone = linear_probe(train.of("cls"), test.of("cls"), **options).accuracy
+    assert tested["cls"] == pytest.approx(alone, abs=0.5)
+    assert tested["tokens"] < 25 < 40 < tested["cls"]
 
 
 def test_top5_counts_the_truth_among_five_and_means_nothing_for_five_classes() -> None:

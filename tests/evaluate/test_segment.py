@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.cluster import KMeans
 from sklearn.metrics import jaccard_score
 
 from residua import cli
@@ -15,7 +17,7 @@ from residua.data import BadImage, DataError, Splits, load
 from residua.data.errors import DataWarning
 from residua.data.masks import with_masks
 from residua.evaluate import segment
-from residua.evaluate.features import preprocessing_of
+from residua.evaluate.features import pick_split, preprocessing_of
 from residua.evaluate.reading import View
 from residua.evaluate.segment import ColorReader, PatchReader, cluster_patches, confusion, read_truth, score_clusters
 from residua.evaluate.segmentation import enlarge, palette
@@ -52,6 +54,13 @@ def test_a_case_by_hand() -> None:
     assert score.iou == pytest.approx({"a": 100 * 3 / 4, "b": 100 * 6 / 8, "c": 100 * 5 / 6})
     assert score.miou == float(score) == pytest.approx(100 * (3 / 4 + 6 / 8 + 5 / 6) / 3)
     assert score.accuracy == pytest.approx(100 * 14 / 16)
+
+
+def test_the_matching_goes_by_iou_not_by_pixels() -> None:
+    """Large classes would else take the clusters that small ones fill."""
+    score, classes = score_clusters(np.array([[20, 0], [30, 9]]), ["large", "small"])
+    assert classes.tolist() == [0, 1]
+    assert score.iou == pytest.approx({"large": 100 * 20 / 50, "small": 100 * 9 / 39})
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -99,6 +108,29 @@ def test_known_clusters_become_segments_that_match_fully() -> None:
     assert score.miou == pytest.approx(100)
     assert torch.equal(classes[clusters].unflatten(1, (6, 6)), kinds)
     assert vectors.shape == (25, 36, 3)
+
+
+def test_clusters_are_scikit_learns_of_the_first_eigenvectors() -> None:
+    """Of features without clusters, where the start matters."""
+    clusters, vectors = cluster_patches(torch.randn(12, 16, 8), 5, seed=3)
+    points = vectors[..., :4].flatten(0, 1).double().numpy()
+    assert vectors.shape == (12, 16, 4)
+    assert clusters.flatten().tolist() == KMeans(5, n_init=10, random_state=3).fit_predict(points).tolist()
+
+
+def test_the_seed_chooses_images_and_clusters(vit: ViT, monkeypatch) -> None:
+    seeds = []
+
+    def noted(*args, seed: int = 0, **options):
+        seeds.append(seed)
+        return cluster_patches(*args, seed=seed, **options)
+
+    monkeypatch.setattr(sys.modules[cluster_patches.__module__], "cluster_patches", noted)
+    result = segment(vit, SHAPES, max_images=6, seed=3, baselines=False)
+    expected = pick_split(load(SHAPES), "test", 6, seed=3)
+    assert expected is not None
+    assert [result.source.identify(i) for i in range(6)] == [expected.identify(i) for i in range(6)]
+    assert seeds == [3]
 
 
 def test_patch_readers(vit: ViT) -> None:
@@ -155,6 +187,9 @@ def test_truth_is_cut_as_the_model_sees_the_image(vit: ViT, tmp_path: Path) -> N
     assert np.array_equal(found + 2, bands[:, 20:60])
     whole = View(replace(view.preprocessing, crop_mode="squash"))
     assert np.array_equal(read_truth(with_masks(data.train, tmp_path / "masks"), whole, 255)[0][0], bands)
+    half = View(replace(view.preprocessing, crop_pct=0.5))
+    (found,), names, _ = read_truth(with_masks(data.train, tmp_path / "masks"), half, 255)
+    assert np.array_equal(found + int(names[0]), bands[10:30, 30:50])
     assert absent == []
 
 

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest
 
-from residua.data import Splits
+from residua.data import Feed, Splits
 from residua.evaluate import (
     entropy_rank,
     evaluate,
@@ -20,9 +21,12 @@ from residua.evaluate import (
     rankme,
     spectrum,
 )
+from residua.evaluate.features import preprocessing_of
 from residua.evaluate.featureset import FeatureSet
 from residua.evaluate.finetune import labelled
 from residua.evaluate.geometry import UNITS
+from residua.evaluate.protocols import split
+from residua.evaluate.reading import PixelReader
 from residua.evaluate.report import Report
 from residua.evaluate.scoring import add_knn
 from residua.evaluate.suite import probe_features, untrained
@@ -71,6 +75,25 @@ def test_geometry_and_few_shots_are_those_of_their_own_functions(mae: MAE, digit
     again = type(report).from_dict(json.loads(report.to_json()))
     assert again.spectra == report.spectra
     assert evaluate(mae, digits, limit=100, **FAST).geometry_table() is None
+
+
+def test_settings_reach_what_they_are_for(vit: ViT, noise: Splits) -> None:
+    """Temperature, seed, size of the pixels; and intervals are over the test images, which are fewer."""
+    options = {"k": 40, "temperature": 0.5, "shots": (9,), "probe": "simple", "epochs": 2, "pixel_size": 4, "seed": 3}
+    report, feats = evaluate(vit, noise, neighbors=0, **options), extract(vit, noise, seed=3)
+    assert feats.test is not None
+    sharp, flat = (knn(*feats.splits.values(), k=40, temperature=t).accuracy for t in (0.07, 0.5))
+    assert report.value("kNN") == flat != sharp
+    sharp, flat = (few_shot_knn(*feats.splits.values(), shots=9, temperature=t, seed=3).mean for t in (0.07, 0.5))
+    assert report.value("few-shot kNN") == flat != sharp
+    probe = linear_probe(feats.train, feats.test, epochs=2, seed=3)
+    assert [head["held_out_loss"] for head in report.probes["model"]["grid"]] == [h.held_out_loss for h in probe.grid]
+    batch = Feed(noise.test, "cpu", img_size=16).gather(torch.arange(21))
+    seen = preprocessing_of(vit, noise.train).view(batch)
+    assert report.value("RankMe", "pixels") == pytest.approx(rankme(PixelReader(4)(seen)[-1]), rel=1e-4)
+    (score,) = [s for s in report.scores if (s.metric, s.subject) == ("kNN", "model")]
+    expected = binomtest(round(21 * score.value / 100), 21).proportion_ci(0.95, method="wilson")
+    assert score.settings["interval"] == pytest.approx([100 * expected.low, 100 * expected.high])
 
 
 def test_layers_and_several_k(mae: MAE, digits: Splits) -> None:
@@ -273,6 +296,10 @@ def test_a_layer_that_all_but_collapsed_leaves_the_others_their_probe() -> None:
     result = probe_features({"model": (features, features)}, "lbfgs", {})["model"]
     assert result is not None
     assert list(result.by_layer) == [0]
+    other = FeatureSet({0: torch.randn(30, 4), 1: torch.randn(30, 4)}, torch.arange(30) % 2, ids=list("x" * 30))
+    result = probe_features({"model": (features, other)}, "lbfgs", {})["model"]  # whatever it is on test images
+    assert result is not None
+    assert list(result.by_layer) == [0]
 
 
 def test_held_out_images_choose_the_layer_of_knn_with_one_layer_copied_at_a_time(monkeypatch) -> None:
@@ -281,15 +308,17 @@ def test_held_out_images_choose_the_layer_of_knn_with_one_layer_copied_at_a_time
     told = x + 4 * torch.eye(8)[y]
     train, test = (FeatureSet({0: x[rows], 1: told[rows], 2: x[rows]}, y[rows])
                    for rows in (slice(0, 300), slice(300, 400)))  # fmt: skip
-    real, copied = FeatureSet.subset, []
+    real, copied, parts = FeatureSet.subset, [], []
 
     def subset(self: FeatureSet, rows: torch.Tensor) -> FeatureSet:
         copied.append(self.layers)
+        parts.append(rows.tolist())
         return real(self, rows)
 
     monkeypatch.setattr(FeatureSet, "subset", subset)
-    report = Report("blobs", "tokens", [0, 1, 2], (8, 8), len(train), len(test), "test split", 0)
+    report = Report("blobs", "tokens", [0, 1, 2], (8, 8), len(train), len(test), "test split", seed=3)
     add_knn(report, {"model": (train, test)}, 5, 0.07, torch.device("cpu"))
+    assert parts == [rows.tolist() for rows in split(train.targets, 0.5, seed=3)] * 3  # half of few
     assert [score.layer for score in report.scores if score.settings.get("chosen")] == [1]
     assert copied == [[0], [0], [1], [1], [2], [2]]
 

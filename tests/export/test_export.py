@@ -22,6 +22,7 @@ from residua.cli import main
 from residua.data import Preprocessing
 from residua.export import ExportError, export, graph, hub
 from residua.export.clean import CHECKER, Export, check, real_images
+from residua.train.checkpoint import write_checkpoint
 from residua.train.config import Pretrain
 from residua.train.diffuse_config import Diffuse
 from residua.train.finetune_config import Finetune
@@ -130,6 +131,20 @@ def test_sentences_of_a_card_keep_the_names_of_python() -> None:
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports are not opened in a process of their own, which takes seconds: for tests of what is written."""
     monkeypatch.setattr("residua.export.check", lambda *a: residua.export.Checked({"tokens": {1: 1e-7}}, {}))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("options", "averaged"), [({}, True), ({"ema": True}, True), ({"ema": False}, False)])
+def test_the_moving_average_is_exported_unless_told_otherwise(
+    tmp_path: Path, options: dict[str, bool], averaged: bool
+) -> None:
+    last, average = small_vit(), small_vit()
+    last.preprocessing = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3)
+    write_checkpoint(tmp_path / "run", 7, last, {}, ema=average.state_dict())
+    export(tmp_path / "run", "safetensors", tmp_path / "out", **options)
+    written = residua.load(tmp_path / "out").state_dict()["blocks.1.mlp.fc2.weight"]
+    for model, there in ((last, not averaged), (average, averaged)):
+        assert torch.equal(model.state_dict()["blocks.1.mlp.fc2.weight"], written) is there
 
 
 @pytest.mark.usefixtures("unchecked")

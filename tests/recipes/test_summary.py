@@ -167,6 +167,28 @@ def test_runs_of_other_images_or_settings_are_told_and_not_compared(tmp_path: Pa
     assert read_summary(write_summary(tmp_path, knn).with_name("summary.json")) == pytest.approx(knn, nan_ok=True)
 
 
+def test_settings_that_came_to_what_was_asked_for_make_no_run_unlike(tmp_path: Path, pretend) -> None:
+    """Choices left open, other ways to write a value, and the machine are no other settings; those of the grid are."""
+    fixed = ["--lr", "1e-3", "--workers", "0", "--batch-size", "32"]
+    found = plan(tmp_path, fixed, {"alpha_min": ["1.0", "0.5"], "scale": ["0.20,1"]}, lists=["scale"])
+    run(found)
+    for trial, alpha in zip(found.trials, (1, 0.4)):
+        (found.run_folder(trial) / "config.yaml").write_text(
+            "data: {data: shapes, scale: [0.2, 1.0], patch_size: 4}\noptim: {steps: 4, batch_size: 16, lr: 0.001}\n"
+            f"machine: {{workers: 2}}\nshortcut: {{alpha_min: {alpha}, schedule: cosine}}"  # as --init takes it over
+        )
+    with pytest.warns(UserWarning, match=r"made with alpha_min 0.4: alpha_min=0.5,") as told:
+        assert {s.settings["alpha_min"]: s.made for s in summarise(found)} == {"1.0": "", "0.5": "alpha_min 0.4"}
+    assert len(told) == 1
+
+
+def test_a_run_half_way_has_no_part_in_it(tmp_path: Path, pretend) -> None:
+    found = plan(tmp_path, [], {"alpha_min": ["1.0"], "seed": ["0", "1"]})
+    run(found)
+    (found.run_folder(found.trials[1]) / "metrics.jsonl").write_text('{"step": 3, "loss": 2.0}\n')  # of 4
+    assert [(s.score, s.by_seed) for s in summarise(found)] == [(KNN, {"0": 10.0}), ("entropy rank", {"0": 2.5})]
+
+
 def test_scores_of_a_diffusion_model_are_those_at_the_place_that_the_probe_chose(tmp_path: Path) -> None:
     report = Report("shapes", "t=0.1, t=0.4", [0, 1], (16, 16), 10, 10, "test split", 0)
     for i, (layer, level) in enumerate([(0, "t=0.1"), (0, "t=0.4"), (1, "t=0.1"), (1, "t=0.4")]):

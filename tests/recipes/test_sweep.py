@@ -133,6 +133,24 @@ def test_a_cell_is_the_same_however_it_is_typed(tmp_path: Path, pretend) -> None
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("finished", ["1", "1.0"])
+def test_of_two_earlier_runs_of_one_cell_it_comes_to_the_finished_one(tmp_path: Path, pretend, finished: str) -> None:
+    before = Sweep(tmp_path, [], [Trial({"alpha_min": text, "seed": "0"}) for text in ("1", "1.0")])
+    before.save()
+    (done,) = (trial for trial in before.trials if trial.settings["alpha_min"] == finished)
+    assert sweep.carry_out(before, done) == ""
+    assert [(t.name, t.status) for t in plan(tmp_path, [], {"alpha_min": ["1.00"]}).trials] == [(done.name, "done")]
+
+
+def test_lists_and_switches_of_an_earlier_call_are_typed_as_such_in_this_one(tmp_path: Path) -> None:
+    grid = {"scale": ["0.2,1.0", "0.5,1.0"], "flip": ["True", "False"]}
+    before = plan(tmp_path, [], grid, lists=["scale"], switches=["flip"])
+    now = plan(tmp_path, ["--scale", "0.5", "1.0", "--no-flip"], {"alpha_min": ["auto", "1.0"]})
+    (stage,) = sweep.stages(now, now.trials[1])
+    assert stage.args[:9] == ["pretrain", "--scale", "0.5", "1.0", "--no-flip", "--alpha-min", "1.0", "--seed", "0"]
+    assert now.trials[0].name == before.trials[-1].name
+
+
 def test_settings_that_take_each_others_place_can_follow_each_other(tmp_path: Path, pretend) -> None:
     run(plan(tmp_path, [], {"alpha_min": ["1.0"]}))
     later = plan(tmp_path, [], {"alpha_eff": ["0.01"]})

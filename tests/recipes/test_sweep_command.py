@@ -2,14 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from residua import cli
-from residua.cli.sweep import _waited_for
+from residua.cli.sweep import _open_data, _start, _waited_for
 from residua.cli.sweep_options import kind_of, split
 from residua.lock import release
-from residua.recipes.sweep import LOCK, Trial, plan
+from residua.recipes.sweep import LOCK, Sweep, Trial, plan
 
 TINY = """
 --data shapes?n=48&size=16&test=16 --size nano --depth 2 --embed-dim 32 --num-heads 2 --decoder-embed-dim 32
@@ -178,3 +179,67 @@ def test_images_that_are_not_there_are_told_once_and_before_any_run(
         assert pretend.names == []
     assert cli.main([*sweep, "shapes?n=8&size=8&test=4"]) == 0  # the folder is still free
     assert len(pretend.names) == 2
+
+
+def test_a_run_that_failed_is_told_at_the_end_beside_what_the_others_came_to(
+    tmp_path: Path, pretend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sweep", "--alpha-min", "1.0", "0", "--out", str(tmp_path / "sweep")]) == 2
+    assert "1 of 2 runs failed: alpha_min=0,seed=0; see" in " ".join(capsys.readouterr().err.split())
+    rows = json.loads((tmp_path / "sweep" / "summary.json").read_text())
+    assert {row["settings"]["alpha_min"] for row in rows} == {"1.0"}
+    assert "no shortcut left" in (tmp_path / "sweep" / "sweep.html").read_text()
+
+
+def test_images_of_a_run_that_is_trained_on_are_opened_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("residua.data.load", opened.append)
+    (tmp_path / "config.yaml").write_text("data: {data: digits}")
+    (tmp_path / "checkpoints").mkdir()
+    trials = [Trial({"seed": "0"}), Trial({"seed": "1"}), Trial({"data": "shapes"})]
+    _open_data(Sweep(tmp_path, [], trials, "finetune", shared={"model": str(tmp_path), "data": "auto"}))
+    assert opened == ["digits", "shapes"]
+
+
+def test_what_is_typed_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Planned(Exception):
+        pass
+
+    def plan(*args: Any, check: Any, **options: Any) -> None:
+        raise Planned(args, options)
+
+    def planned(*typed: str) -> Any:
+        with pytest.raises(Planned) as caught:
+            cli.main(["sweep", *typed])
+        return caught.value.args
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("residua.recipes.sweep.plan", plan)
+    monkeypatch.setattr("residua.evaluate.extractor.open_extractor", lambda *_: None)
+    fid = ["--fid-extractor", "timm:test_vit", "--fid-weights", "w.pt"]
+    after = ["--probe", "simple", "--times", "0.1", "0.4", "--layers", "0", "1", "--k", "5", "--limit", "9"]
+    swept = ["--alpha-min", "1.0", "0.7", "--flip", "True", "False", "--seeds", "2"]
+    args, options = planned("uvit-shapes", *swept, "--steps=7", "--cpu", *after, *fid, "--score", "50")
+    assert args == (
+        Path("sweeps/uvit-shapes"),
+        ["uvit-shapes", "--steps", "7", "--cpu", *fid],
+        {"alpha_min": ["1.0", "0.7"], "flip": ["True", "False"], "seed": ["0", "1"]},
+    )
+    assert options == {
+        "kind": "diffuse", "lists": [], "switches": ["flip"], "evaluate": [*after, "--no-cache", "--device", "cpu"],
+        "score": ["--n", "50", "--fid", "--extractor", "timm:test_vit", "--weights", "w.pt", "--device", "cpu"],
+    }  # fmt: skip
+    args, options = planned("finetune", "resnet18", "--stages", "2,2,2,2", "2,2,6,2", "--out", "there")
+    assert args == (Path("there"), ["resnet18"], {"stages": ["2,2,2,2", "2,2,6,2"]})
+    assert options == {"kind": "finetune", "lists": ["stages"], "switches": [], "evaluate": [], "score": []}
+
+
+def test_how_many_runs_at_once_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    for function in ("cluster.open_ray", "cluster.run_on_ray", "sweep.run"):
+        monkeypatch.setattr(f"residua.recipes.{function}", lambda *args, **options: called.append((args, options)))
+    nothing = dict.fromkeys(("on", "jobs", "ray_address", "gpus_per_run"))
+    _start({**nothing, "jobs": ["3"]})("plan", "ended")
+    assert called.pop() == (("plan", 3, "ended", _waited_for), {})
+    _start({"on": ["ray"], "jobs": ["3"], "ray_address": ["auto"], "gpus_per_run": ["0.5"]})("plan", "ended")
+    assert called.pop() == (("plan",), {"address": "auto", "gpus": 0.5, "jobs": 3, "on_end": "ended"})

@@ -91,6 +91,14 @@ def test_runs_that_are_left_unfinished_have_no_part_in_it(tmp_path: Path, preten
     assert tune.tuned(found, "lr", ["1e-3", "2e-3"]) == {"2e-3": 34.0, "1e-3": 30.0}
 
 
+def test_a_value_whose_run_failed_is_left_out(tmp_path: Path, pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "held_out", lambda run: 5.0)  # of an earlier evaluation, say
+    found = plan(tmp_path / "s", [], {"alpha_min": ["0", "0.5"]})
+    run(found)
+    assert [trial.status for trial in found.trials] == ["failed", "done"]
+    assert tune.tuned(found, "alpha_min", ["0", "0.5"]) == {"0.5": 5.0}
+
+
 def test_the_held_out_images_of_a_run(tmp_path: Path) -> None:
     file = tmp_path / "evaluation.json"
     file.write_text(json.dumps({"probes": {"model": {"accuracy": 50.0, "best": {"held_out": 40.0}}}}))

@@ -417,6 +417,20 @@ def test_each_kind_of_samples_has_a_folder_of_its_own(run: Path, tmp_path: Path)
     assert not folders()
 
 
+def test_what_is_typed_is_how_samples_are_made(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(samplefiles, "write_samples", lambda *args, **options: called.append((args, options)))
+    typed = (
+        "-n 3 --out there --sampler ddim --steps 5 --guidance 2 --classes 1 2 --seed 4 --spacing uniform --clip False"
+    )
+    more = "--batch-size 6 --precision bf16 --compile --device cpu"
+    assert cli.main(["sample", str(run), *typed.split(), *more.split()]) == 0
+    ((_, out, n, settings), options) = called[0]
+    assert (out, n) == (Path("there"), 3)
+    assert settings == Sampling("ddim", 5, 2.0, (1, 2), 4, "uniform", clip=False, precision="bf16", compile=True)
+    assert (options["batch_size"], options["device"]) == (6, "cpu")
+
+
 def test_weights_elsewhere_do_not_share_a_folder(run: Path, tmp_path: Path) -> None:
     shutil.copy(weights_file(run), tmp_path / "model.safetensors")
     shutil.copy(weights_file(run, ema=False), tmp_path / "other.safetensors")
