@@ -95,6 +95,10 @@ CHOOSING = {
 """Prefixes whose gains over alpha_min 1.0 stand side by side, and their titles."""
 LENGTHS = {"5k": "0.914", "10k": "0.814", "22k": "0.7", "50k": "0.7", "86k": "0.7"}
 """Length of runs on Tiny-ImageNet -> the alpha_min that `auto` chooses for it."""
+CONTROLS = (
+    "alpha-1.0", "alpha-0.7-attn-only", "alpha-0.7-mlp-only", "alpha-0.8", "alpha-0.7", "alpha-0.6", "control-both",
+)  # fmt: skip
+"""Runs of 22,000 steps on Tiny-ImageNet, seed 0, by what is left of the input at the end."""
 SMOOTH = 10  # neighbouring losses whose mean is a point of a curve
 PICTURES = {
     "reconstructions": gallery.reconstructions,
@@ -124,6 +128,7 @@ def numbers(out: Path = IMAGES) -> list[Path]:
         *by_depth_of_network(out),
         *choosing_alpha(out),
         by_length(out),
+        by_alpha_eff(out),
     ]
 
 
@@ -220,6 +225,28 @@ def by_length(out: Path) -> Path:
             found += [point for gain in seeds for point in gain.items()]
     figure = size_curves("gain over alpha_min 1.0", gains, "points", "training steps")
     return save(figure, out / "choosing-alpha-lengths.png")
+
+
+def by_alpha_eff(out: Path) -> Path:
+    """Scores of the last and the best block against the share of the input that is left at the end."""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for name in CONTROLS:
+        run = RECORDS / f"tiny-imagenet-22k-xavier-{name}-seed-0"
+        for metric in ("linear probe", "kNN"):
+            scores = by_depth(_report(run), metric)
+            for block, value in (("last", scores[max(scores)]), ("best", max(scores.values()))):
+                groups.setdefault(f"{metric}, {block} block", []).append((alpha_eff(run), value))
+    figure = size_curves("score", groups, size="alpha_eff, what is left of the input")
+    (axes,) = figure.axes
+    axes.set_xscale("log")
+    axes.invert_xaxis()  # more fading to the right, as depth is
+    return save(figure, out / "tiny-imagenet-alpha-eff.png")
+
+
+def alpha_eff(run: Path) -> float:
+    """Product of the alphas of a masked autoencoder's encoder, by its settings."""
+    decay = residua.train.Pretrain.read(run / "config.yaml").shortcut.decay()
+    return float(residua.alphas(12, **decay).prod())
 
 
 def _at_the_end(run: Path, metric: str = "linear probe", step: int | None = None) -> Curve:

@@ -5,6 +5,7 @@ import re
 import shlex
 from decimal import Decimal
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -12,10 +13,10 @@ import pytest
 import tyro
 from scipy.stats import t as student
 
-from residua import cli, recipes
+from residua import alphas, cli, recipes
 from residua.report.along import as_dynamics
 from residua.report.runs import read_runs, while_training
-from residua.train import read_metrics
+from residua.train import Pretrain, read_metrics
 from residua.train.options import auto_alpha
 
 ROOT = Path(__file__).parent.parent
@@ -110,10 +111,13 @@ def test_front_page_and_recipe():
     probes, knns = (means("22k", "50k", metric=metric) for metric in (PROBE, KNN))
     expected = [value for pair in zip(probes, knns) for value in pair]
     agree(" ".join(re.findall(r"\d+\.\d", recipes.get("mae-tiny-imagenet").expect)), *expected)
-    text = PAGES[0].read_text().partition("after 22,000 steps a probe")[2].partition("Whether fading")[0]
+    page = " ".join(PAGES[0].read_text().split())
+    text = page.partition("after 22,000 steps a probe")[2].partition("Whether fading")[0]
     plain, faded = ([scores(run)[PROBE, LAST] for run in seeds(f"22k-xavier-alpha-{a}")] for a in ("1.0", "0.7"))
     first = (fmean(faded), 0.7, fmean(plain), *difference(plain, faded))
-    others = (*means("50k", "86k", metric=PROBE), *means("22k", "50k", "86k", metric=KNN))
+    plain, faded = ([scores(run)[PROBE, LAST] for run in seeds(f"50k-xavier-alpha-{a}")] for a in ("1.0", "0.7"))
+    second = (*means("50k", metric=PROBE), *difference(plain, faded)[1:])
+    others = (*second, *means("86k", metric=PROBE), *means("22k", "50k", "86k", metric=KNN))
     agree(" ".join(re.findall(r"\d+\.\d", text)), *first, *others)
 
 
@@ -199,10 +203,8 @@ def test_other_values():
 
 
 def test_longer_runs():
-    runs = [
-        "50k-xavier-alpha-1.0-seed-0", "50k-xavier-alpha-0.7-seed-0", "86k-xavier-alpha-1.0-seed-0",
-        "86k-xavier-alpha-0.7-seed-0", "22k-xavier-plain-decoder-seed-0", "22k-xavier-alpha-1.0-seed-0",
-    ]  # fmt: skip
+    runs = [seeds(f"{length}-xavier-alpha-{alpha}") for length in ("50k", "86k") for alpha in ("1.0", "0.7")]
+    runs += [["22k-xavier-plain-decoder-seed-0"], ["22k-xavier-alpha-1.0-seed-0"]]
     read = [
         lambda run: (scores(run)[PROBE, LAST],), lambda run: (top5(run),), lambda run: (scores(run)[KNN, LAST],),
         lambda run: best(run, KNN), lambda run: (scores(run)[RANK, LAST],), lambda run: (scores(run)[RANKME, LAST],),
@@ -210,10 +212,28 @@ def test_longer_runs():
     ]  # fmt: skip
     for (_, *cells), of in zip(table("results.md", "| | 50k: alpha_min 1 |"), read, strict=True):
         gains = [cells.pop(2), cells.pop(4)]
-        for cell, run in zip(cells, runs, strict=True):
-            agree(cell, *of(run))
-        for gain, (plain, faded) in zip(gains, (runs[:2], runs[2:4])):
-            agree(gain, of(faded)[0] - of(plain)[0])
+        for cell, own in zip(cells, runs, strict=True):
+            agree(cell, *chain.from_iterable(map(of, own)))
+        for gain, pair in zip(gains, (runs[:2], runs[2:4])):
+            agree(gain, *difference(*([of(run)[0] for run in own] for own in pair)))
+
+
+def test_controls():
+    names = (
+        "alpha-1.0", "control-branch", "alpha-0.7-attn-only", "alpha-0.7-mlp-only", "alpha-0.8", "alpha-0.7",
+        "alpha-0.6", "control-both",
+    )  # fmt: skip
+    for (_, left, probe, probe_at, knn, knn_at, rank, loss, _), name in zip(
+        table("results.md", "| | alpha_eff | linear probe, last block"), names, strict=True
+    ):
+        run = f"22k-xavier-{name}-seed-0"
+        decay = Pretrain.read(RECORDS / f"tiny-imagenet-{run}" / "config.yaml").shortcut.decay()
+        agree(left, float(alphas(12, **decay).prod()))
+        for cell, metric in ((probe, PROBE), (knn, KNN), (rank, RANK)):
+            agree(cell, scores(run)[metric, LAST])
+        for cell, metric in ((probe_at, PROBE), (knn_at, KNN)):
+            agree(cell, *best(run, metric))
+        agree(loss, last_loss(run))
 
 
 def test_small_batches():
