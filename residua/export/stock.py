@@ -91,8 +91,10 @@ def to_timm(model: nn.Module, out: Path, images: Tensor, where: str) -> Export:
         norms = f"[n for b in model.blocks for n in (b.norm1, b.norm2)] + [model.{last}]"
         loading, more_notes = f"{loading}\n{_each_eps(norms, folded)}", _each_note(folded, apart)
     if pre.img_size[0] != pre.img_size[1] and pre.crop_mode == "center" and pre.interpolation != "bilinear":
-        more_notes += (f"timm's transform resizes by bilinear interpolation where inputs are not square, whatever its "
-                       f"configuration says: this model's images were resized by {pre.interpolation}",)  # fmt: skip
+        more_notes += (
+            "the transform of timm before 1.0.31 resizes by bilinear interpolation where inputs are not square, "
+            f"whatever its configuration says: this model's images were resized by {pre.interpolation}",
+        )
     libraries = ("timm", "torch")
     if classifier is not None:
         wanted = {"logits": ("logits", classifier(images))}
