@@ -19,8 +19,9 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+unit: export OMP_NUM_THREADS ?= 1
 unit: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -86,7 +86,9 @@ def test_readme_runs_from_top_to_bottom(workdir, monkeypatch, capsys):
             args[args.index("--seeds") + 1] = "1"
             args += ["--size", "nano", "--steps", "2"]
         elif args[0] == "pretrain" and not {"mae-tiny-imagenet", "--steps", "--resume"} & {*args}:
-            args += ["--steps", "20"]  # minutes otherwise
+            args += ["--steps", "5"]  # minutes otherwise
+        elif "--limit" in args:
+            args[args.index("--limit") + 1] = "100"  # most of a minute otherwise
         elif args[0] == "diffuse":
             args += ["--sample-every", "0"]  # previews take longer than so short a run
         elif "mae-tiny-imagenet" in args:

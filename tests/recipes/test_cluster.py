@@ -37,7 +37,7 @@ def test_a_failing_run_on_ray_costs_the_others_nothing(tmp_path: Path, capsys) -
     args = ["sweep", "finetune", "resmlp", "--depth", "2", "--width", "8"]
     args += ["--data", "folder:nowhere", "shapes?n=48&size=16&test=16"]
     args += ["--batch-size", "16", "--steps", "2", "--cpu", "--trackers", "--on", "ray"]
-    ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
     try:
         assert cli.main([*args, "--gpus-per-run", "2", "--out", str(tmp_path)]) == 2
         assert "the cluster has 1" in " ".join(capsys.readouterr().err.split())

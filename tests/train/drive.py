@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -143,6 +142,7 @@ def take_place(rank: int, world: int, port: int) -> None:
     torch.set_num_threads(1)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun, who started them keeps their store
 
 
 def train_rank(config: Any, rank: int, world: int, port: int) -> None:
@@ -184,7 +184,7 @@ def stopped_rank(config: Any, part: str, failing: int, log: Path, rank: int, wor
         fit(ready(config))
     except Exception as error:
         (log / f"{rank}.txt").write_text(f"{type(error).__name__}: {error}")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(list(log.glob("*.txt"))) < world and time.monotonic() < deadline:
         time.sleep(0.05)
     os._exit(0 if time.monotonic() < deadline else 1)  # a process that still waits for others is not waited for
@@ -221,10 +221,8 @@ def command_rank(args: list[str], log: Path, rank: int, world: int, port: int) -
 
 def together(target: Callable[..., None], *args: Any, world: int = 2) -> list[int]:
     """Have several processes run a target, which gets its rank, their number and a port; their exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [start(target, *args, rank, world, port) for rank in range(world)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a port that nobody else can take
+    processes = [start(target, *args, rank, world, store.port) for rank in range(world)]
     for process in processes:
         process.join(180)
     return [process.exitcode for process in processes]

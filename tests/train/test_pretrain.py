@@ -3,7 +3,6 @@
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import warnings
@@ -12,17 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from drive import (
-    STAGES,
-    STEPS,
-    differences,
-    kill_at_random,
-    pretrain,
-    small,
-    start,
-    train,
-    train_rank,
-)
+from drive import STAGES, STEPS, differences, kill_at_random, pretrain, small, start, together, train, train_rank
 from torch import Tensor
 
 import residua
@@ -107,20 +96,10 @@ def test_resuming_a_finished_run_changes_nothing(finished: Path, tmp_path: Path)
 # ---------------------------------------------------------------- several processes
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def test_two_processes_follow_one(tmp_path: Path) -> None:
     changes = {"log_every": 1, "steps": 8}
     pretrain(small(tmp_path / "one", **changes))
-    config, port = small(tmp_path / "two", **changes), free_port()
-    processes = [start(train_rank, config, rank, 2, port) for rank in range(2)]
-    for process in processes:
-        process.join(180)
-    assert [p.exitcode for p in processes] == [0, 0]
+    assert together(train_rank, small(tmp_path / "two", **changes)) == [0, 0]
     one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
     assert [r["step"] for r in two] == [r["step"] for r in one] == list(range(1, 9))
     assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)

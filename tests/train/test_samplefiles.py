@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drive import network, start
+from drive import network, take_place, together
 from PIL import Image
 from torch import Tensor
 
@@ -278,28 +278,16 @@ def test_samples_of_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
         write_samples(model, tmp_path / "c.jpg", 2, QUICK)
 
 
-def share(run: str, out: str, rank: int, port: int) -> None:
-    """One of two processes that sample together."""
-    import os
-
-    torch.set_num_threads(1)
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
+def share(run: str, out: str, rank: int, world: int, port: int) -> None:
+    """One of several processes that sample together."""
+    take_place(rank, world, port)
     status = cli.main(["sample", run, "-n", "7", "--steps", "2", "--batch-size", "2", "--device", "cpu", "--out", out])
     raise SystemExit(status)
 
 
 def test_two_processes_share_the_numbers(run: Path, tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     out = tmp_path / "s.npz"
-    processes = [start(share, str(run), str(out), rank, port) for rank in range(2)]
-    for process in processes:
-        process.join(120)
-    assert [p.exitcode for p in processes] == [0, 0]
+    assert together(share, str(run), str(out)) == [0, 0]
     images = torch.from_numpy(np.load(out)["arr_0"]).permute(0, 3, 1, 2)
     assert int((images.int() - residua.sample(residua.load(run), 7, steps=2).int()).abs().max()) <= 1
 
