@@ -9,7 +9,7 @@ os.environ.pop("COLUMNS", None)  # set in workers: a console made under it keeps
 import pytest
 import torch
 
-from residua.data.room import cores, free_memory
+from residua.room import cores, free_memory
 
 WORKERS = 8  # more would wait for the longest file
 MEMORY = 3 * 2**30  # of a worker and the processes that it starts

@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from residua.data.room import memory
 from residua.nn.stream import Step
+from residua.room import memory
 
 from .lanczos import Operator, lanczos
 

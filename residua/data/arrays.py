@@ -13,8 +13,8 @@ import torch
 
 from residua.data import decode
 from residua.data.errors import DataError
-from residua.data.room import free_memory
 from residua.data.source import Source, Splits, Stats, fingerprint_of, moments_to_stats
+from residua.room import free_memory
 
 TORCHVISION = ("cifar10", "cifar100", "stl10", "mnist", "fashion-mnist")
 

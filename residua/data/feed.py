@@ -15,8 +15,8 @@ from residua.data import decode
 from residua.data.augment import Batch, ImgSize, pair
 from residua.data.errors import BadImage, DataError
 from residua.data.preprocess import canvas_for, to_canvas
-from residua.data.room import cores, free_memory
 from residua.data.source import Source
+from residua.room import cores, free_memory
 
 OnBadImage = Literal["error", "skip"]
 Progress = Callable[[str, int, int], None]

@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 from residua.data.arrays import cache_dir
 from residua.data.decode import VERSION
 from residua.data.errors import BadImage, DataError, did_you_mean, tell
-from residua.data.room import memory
 from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
 from residua.files import replacing
+from residua.room import memory
 
 _SPLIT_WORDS = {
     "train": "train",

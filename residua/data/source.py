@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 
 from residua.data import decode
 from residua.data.errors import BadImage, DataError, some, tell
+from residua.room import cores
 
 Stats = tuple[tuple[float, ...], tuple[float, ...]]
 T = TypeVar("T")
@@ -370,7 +370,7 @@ def evenly(count: int, most: int) -> list[int]:
 
 def threaded(function: Callable[[int], T], items: Sequence[int]) -> list[T]:
     """`[function(i) for i in items]` on all cores (decoders release the interpreter lock)."""
-    threads = min(32, os.cpu_count() or 1)
+    threads = min(32, cores())
     size = max(1, min(_TASK, len(items) // (4 * threads)))  # a task for every item would take memory and time itself
     tasks = [items[i : i + size] for i in range(0, len(items), size)]
     with ThreadPoolExecutor(threads) as pool:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from residua.data.feed import Progress
-from residua.data.room import free_memory
+from residua.room import free_memory
 
 from .adamw import fit_rows, row_width
 from .featureset import FeatureSet, Labelled, as_featureset, check_compatible, class_numbers, full_precision

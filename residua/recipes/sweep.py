@@ -30,6 +30,7 @@ from residua.files import write_text
 from residua.lock import claim, hold
 from residua.recipes.arguments import INSTEAD, Kind, read, value_of
 from residua.recipes.trial import Trial, name_before, same_value, text_of, trained
+from residua.room import cores
 
 KINDS: tuple[Kind, ...] = ("pretrain", "diffuse", "finetune")
 OnTrial = Callable[[Trial], None]
@@ -396,11 +397,6 @@ def carry_out(
                 killed = f"killed by signal {-status}; it printed last: " if status < 0 else ""
                 return killed + _last_line(log)
     return "" if sweep.done(trial) else f"nothing was measured; it printed last: {_last_line(log)}"
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def program() -> list[str]:

@@ -1,11 +1,13 @@
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from residua.data import BadImage, DataError, Feed, feed, load, room
+from residua import room
+from residua.data import BadImage, DataError, Feed, feed, load
 from residua.data.arrays import ArraySource
 
 RNG = np.random.default_rng(0)
@@ -183,18 +185,17 @@ def test_residence_is_decided_by_memory(monkeypatch):
         Feed(source, "cpu", img_size=8, resident=True)
 
 
-def test_the_processes_of_a_machine_share_cores_and_memory(monkeypatch, tmp_path):
+def test_the_processes_of_a_machine_share_cores_and_memory(monkeypatch):
     source = ArraySource("x", "train", np.zeros((4, 8, 8, 3), np.uint8), None, None)
-    monkeypatch.setattr("os.cpu_count", lambda: 24)
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemFree: 7000 kB\nMemAvailable: 8000 kB\n")
-    monkeypatch.setattr(room, "Path", lambda _: tmp_path / "meminfo")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(24)), raising=False)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=9000, available=8000))
     for told, workers, share in ((None, 16, 1), ("1", 16, 1), ("4", 6, 4), ("100", 1, 100), ("", 16, 1)):
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         if told is not None:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
         assert Feed(source, "cpu", img_size=8).workers == workers
         assert Feed(source, "cpu", img_size=8, workers=3).workers == 3
-        assert room.free_memory(torch.device("cpu")) == 8000 * 1024 // share
+        assert room.free_memory(torch.device("cpu")) == 8000 // share
 
 
 def test_progress_is_reported(photos):

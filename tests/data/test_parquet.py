@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from residua.data import BadImage, DataError, count_shared, load, parquet, room
+from residua import room
+from residua.data import BadImage, DataError, count_shared, load, parquet
 from residua.data.errors import DataWarning
 
 RNG = np.random.default_rng(0)
