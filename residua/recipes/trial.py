@@ -80,18 +80,14 @@ def same_value(a: str, b: str) -> bool:
 
 def trained(run: Path) -> bool:
     """False where a run's own records say that it has steps to go; it may have been evaluated as it was."""
+    from residua.train.metrics import read_metrics
     from residua.train.options import read_flat
 
-    config, metrics = run / "config.yaml", run / "metrics.jsonl"
-    if not config.exists() or not metrics.exists():
+    config, records = run / "config.yaml", read_metrics(run)
+    if not config.exists() or not records:
         return True
     try:
         steps = read_flat(config).get("steps")
     except ValueError:  # told by who reads its scores
         return True
-    for line in reversed(metrics.read_text(errors="replace").splitlines()):
-        try:
-            return not isinstance(steps, int) or json.loads(line)["step"] >= steps
-        except (ValueError, KeyError, TypeError):  # cut short by a crash
-            continue
-    return True
+    return not isinstance(steps, int) or records[-1]["step"] >= steps

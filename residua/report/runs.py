@@ -16,6 +16,7 @@ from residua.report.page import Cell
 from residua.train.config import Pretrain
 from residua.train.diffuse_config import Diffuse
 from residua.train.finetune_config import Finetune
+from residua.train.metrics import scan_metrics
 from residua.train.options import read_flat
 
 NOT_SETTINGS = {"out", "resume", "dry_run"}  # where a run went and how it was called, not what it is
@@ -63,7 +64,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise NotARun(f"the run {path} cannot be read: {error}") from error
     name = name or path.resolve().name
-    metrics, broken = _metrics(path)
+    metrics, broken = scan_metrics(path)
     notes = []
     if broken:
         lines = "1 line" if broken == 1 else f"{broken:,} lines"
@@ -214,21 +215,6 @@ def protocol(report: Report) -> str:
 
 def _rank(score: Score) -> tuple[bool, int]:
     return bool(score.settings.get("selected")), score.layer
-
-
-def _metrics(run: Path) -> tuple[list[dict[str, Any]], int]:
-    """The records of metrics.jsonl that hold a step, and the number of lines that do not."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-    return records, sum(bool(line.strip()) for line in lines) - len(records)
 
 
 def _json(path: Path) -> dict[str, Any]:

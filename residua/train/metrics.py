@@ -36,15 +36,24 @@ def _append(path: Path, line: str) -> None:
 
 
 def read_metrics(run: Path) -> list[Record]:
-    """The records of a run, in order; a last line cut short by a crash is left out."""
+    """The records of a run, in order; lines that hold none, as one cut short by a crash, are left out."""
+    return scan_metrics(run)[0]
+
+
+def scan_metrics(run: Path) -> tuple[list[Record], int]:
+    """The records of a run, in order, and the number of lines that hold none."""
     path = run / "metrics.jsonl"
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    records, broken = [], 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
-            break
-    return records
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+        else:
+            broken += bool(line.strip())
+    return records, broken
 
 
 def truncate_metrics(run: Path, step: int) -> None:

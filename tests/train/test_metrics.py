@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from residua.train.metrics import append_metrics, read_metrics, replace_metrics, truncate_metrics
+from residua.train.metrics import append_metrics, read_metrics, replace_metrics, scan_metrics, truncate_metrics
 
 
 def write(run: Path, *records: dict[str, float]) -> None:
@@ -11,13 +11,16 @@ def write(run: Path, *records: dict[str, float]) -> None:
         append_metrics(run, record)
 
 
-def test_records_come_back_in_order_up_to_one_that_was_cut_short(tmp_path: Path) -> None:
+def test_records_come_back_in_order_without_lines_that_hold_none(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
     write(tmp_path, {"step": 1, "loss": 2.0}, {"step": 2, "loss": math.nan, "lr": 0.1})
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}, {"step": 2, "lr": 0.1}]  # JSON knows no NaN
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "lo\n{"step": 4}\n')
-    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+        file.write('{"step": 3, "lo\n{"step": 4}\n\n[5]\n{"step": "6"}\n{"loss": 7.0}\n\0\0\n')
+    records, broken = scan_metrics(tmp_path)
+    assert [record["step"] for record in records] == [1, 2, 4]
+    assert broken == 5
+    assert read_metrics(tmp_path) == records
 
 
 def test_what_comes_after_a_checkpoint_is_written_again(tmp_path: Path) -> None:
