@@ -24,6 +24,7 @@ from .example import record, stream_name
 
 Found = tuple[str, nn.Module, Kind]
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+MATRICES = (nn.Linear, nn.modules.conv._ConvNd)
 HARMLESS = ("PatchMerging", "PatchEmbed", "Downsample")
 """How classes are called that come between stages and have no shortcut: not worth a run of the model to see."""
 ASIDE = ("ClassAttentionBlock", "LayerScaleBlockClassAttn", "ClassBlock")
@@ -227,10 +228,11 @@ class Finder:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Is a module a normalisation, perhaps with an activation?"""
-    return "norm" in type(module).__name__.lower() and not any(
-        isinstance(inner, nn.Linear | nn.modules.conv._ConvNd) for inner in module.modules()
-    )
+    """Is a module a normalisation, perhaps with an activation? By its name, or because a norm has all its weights."""
+    if any(isinstance(inner, MATRICES) for inner in module.modules()):
+        return False
+    own = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
+    return "norm" in type(module).__name__.lower() or (len(own) == 1 and "norm" in type(own[0]).__name__.lower())
 
 
 @torch.no_grad()
@@ -251,8 +253,12 @@ def randomise(module: nn.Module) -> None:
 
 @torch.no_grad()
 def keep_vectors(module: nn.Module) -> None:
-    """Zero but for weights that are vectors, which are 1: the stream passes norms and learned scales, and no matrix."""
+    """Zero but for weights that are vectors, which are 1: the stream passes norms and learned scales, and no matrix. A
+    convolution is one whatever its kernel: what has one such layer and no sum (1x1, depthwise) is no shortcut."""
     fill(module, 0.0)
-    for name, parameter in module.named_parameters():
-        if parameter.numel() == max(parameter.shape, default=1) and "bias" not in name and "beta" not in name:
-            parameter.fill_(1.0)
+    for inner in module.modules():
+        if isinstance(inner, MATRICES):
+            continue
+        for name, parameter in inner.named_parameters(recurse=False):
+            if parameter.numel() == max(parameter.shape, default=1) and "bias" not in name and "beta" not in name:
+                parameter.fill_(1.0)

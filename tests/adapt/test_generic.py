@@ -28,6 +28,7 @@ BLOCKS = {
     "fasternet_t0": 13,
     "gcvit_xxtiny": 23,
     "ghostnet_050": 11,
+    "ghostnetv3_050": 11,
     "gmlp_ti16_224": 30,
     "inception_next_atto": 12,
     "levit_128s": 9,
@@ -58,9 +59,11 @@ REASONS = {
     "coat_tiny": "ParallelBlock, .*4 streams",
     "densenet121": "no residual blocks",
     "dla46x_c": "DlaBottleneck, .*post-activation",
+    "dpn48b": "no residual blocks",
     "efficientvim_m1": "EfficientViMBlock, .*gating",
     "ese_vovnet19b_slim": "no residual blocks",
     "fastvit_t8": "MobileOneBlock, .*post-activation",
+    "lcnetv2_small": "no residual blocks",
     "hrnet_w18_small": "HighResolutionModule, .*2 streams",
     "regnetx_002": "Bottleneck, .*post-activation",
     "repvit_m1": "RepViTBlock, .*others of its class",
@@ -390,6 +393,44 @@ def test_sums_outside_of_modules_are_told_what_to_become() -> None:
 
     with pytest.raises(ValueError, match="make the sum a module of its own"):
         residua.stream(nn.Sequential(Inline(nn.Linear(8, 8), nn.Linear(8, 8))), torch.randn(2, 8))
+
+
+def test_layers_of_one_weight_a_channel_are_no_shortcuts() -> None:
+    class Side(nn.Module):
+        def __init__(self, kernel: int) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, kernel, padding=kernel // 2, groups=8, bias=False)
+            self.bn = nn.BatchNorm2d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bn(self.conv(x))
+
+    class BnAct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm2d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bn(x).relu()
+
+    class Sides(nn.Module):
+        """Kernels of two sizes side by side."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.sides = BnAct(), nn.ModuleList([Side(3), Side(1)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.act(x)
+            return self.sides[0](x) + self.sides[1](x)
+
+    class Residual(Sides):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x)
+
+    model = nn.Sequential(Sides(), Residual(), Residual()).eval()
+    with pytest.warns(UserWarning, match=r"2 blocks fade; Sides \(0\) add activations too"):
+        assert [at.name for at in blocks_of(model, torch.randn(2, 8, 6, 6))] == ["1", "2"]
 
 
 def test_batch_norm_asks_for_several_samples() -> None:
