@@ -27,6 +27,22 @@ def _res_post(block: Any, *args: Any, **kwargs: Any) -> list[Part]:
     ]
 
 
+def _bare(block: Any, *args: Any, **kwargs: Any) -> list[Part]:
+    """As `_vit`, without layer scale."""
+    return [
+        Part("attn", lambda x: block.drop_path1(block.attn(block.norm1(x), *args, **kwargs))),
+        Part("mlp", lambda x: block.drop_path2(block.mlp(block.norm2(x)))),
+    ]
+
+
+def _between_norms(block: Any, *args: Any, **kwargs: Any) -> list[Part]:
+    """`x + drop_path(norm(attn(norm x)))`: a norm on both sides of each branch."""
+    return [
+        Part("attn", lambda x: block.drop_path(block.norm2(block.attn(block.norm1(x), *args, **kwargs)))),
+        Part("mlp", lambda x: block.drop_path(block.norm4(block.mlp(block.norm3(x))))),
+    ]
+
+
 def _parallel_things(block: Any, attn_mask: Tensor | None = None, is_causal: bool = False) -> list[Part]:
     """Several attentions side by side, then several MLPs: their sum is one branch."""
 
@@ -157,12 +173,13 @@ class Row:
 
     layers: tuple[str, ...]
     shortcut: str
+    """Empty where the block was built without one to choose: the stream passes bare."""
     after: str
     identity: bool = True
     """Where its shortcut is None, does the stream pass bare? Else it does not pass, and there is no step."""
 
     def __call__(self, block: Any) -> list[Part]:
-        shortcut = getattr(block, self.shortcut)
+        shortcut = getattr(block, self.shortcut) if self.shortcut else None
         if shortcut is None and not self.identity:
             return []
         branch = lambda x: _through(x, *(getattr(block, name) for name in self.layers))  # noqa: E731
@@ -172,6 +189,42 @@ class Row:
 def _row(layers: str, after: str, shortcut: str = "downsample", identity: bool = True) -> Kind:
     """Post-activation: `after` follows the addition."""
     return Kind(Row(tuple(layers.split()), shortcut, after, identity))
+
+
+def _resnest(block: Any) -> list[Part]:
+    """Drop path, where there is one, lies before the projection and nowhere else."""
+
+    def branch(x: Tensor) -> Tensor:
+        x = _through(x, block.conv1, block.bn1, block.act1, block.avd_first, block.conv2, block.bn2, block.drop_block)
+        return _through(x, block.act2, block.avd_last, block.conv3, block.bn3)
+
+    projection = (block.drop_path, block.downsample)
+    shortcut = None if block.downsample is None else lambda x: _through(x, *projection)
+    return [Part("", branch, shortcut=shortcut, after=block.act3, branch_first=True)]
+
+
+def _res2net(block: Any) -> list[Part]:
+    """Groups of channels one after the other, each with what became of the one before it; the last has no layer."""
+
+    def branch(x: Tensor) -> Tensor:
+        groups = _through(x, block.conv1, block.bn1, block.relu).split(block.width, dim=1)
+        done: list[Tensor] = []
+        for group, conv, norm in zip(groups, block.convs, block.bns):
+            alone = block.is_first or not done
+            done.append(_through(group if alone else done[-1] + group, conv, norm, block.relu))
+        done += [_through(group, block.pool) for group in groups[len(done) :]]
+        dropout = getattr(block, "drop_block", None), getattr(block, "drop_path", None)
+        return _through(torch.cat(done, dim=1), dropout[0], block.conv3, block.bn3, block.se, dropout[1])
+
+    return [Part("", branch, shortcut=block.downsample, after=block.relu, branch_first=True)]
+
+
+def _inception(block: Any) -> list[Part]:
+    """Inception-ResNet: convolutions side by side, put together and scaled."""
+    rows = [row for name, row in block.named_children() if name.startswith("branch")]
+    branch = lambda x: block.conv2d(torch.cat([row(x) for row in rows], dim=1)) * block.scale  # noqa: E731
+    after = block.act if hasattr(block, "act") else block.relu
+    return [Part("", branch, after=after, branch_first=True)]
 
 
 def _preact(block: Any, *layers: Any) -> list[Part]:
@@ -214,6 +267,8 @@ KINDS: dict[str, Kind] = {
         "vision_transformer_relpos.ResPostRelPosBlock": Kind(_res_post),
         "eva.EvaBlock": Kind(_gamma),
         "eva.EvaBlockPostNorm": Kind(_res_post),
+        "deepseek_vit.DeepseekVitBlock": Kind(_bare),
+        "gemma4_vit.Gemma4Block": Kind(_between_norms),
         "beit.Block": Kind(_gamma),
         "cait.LayerScaleBlock": Kind(_cait),
         "metaformer.MetaFormerBlock": Kind(_metaformer),
@@ -234,6 +289,8 @@ KINDS: dict[str, Kind] = {
         "sknet.SelectiveKernelBasic": _row("conv1 conv2 se drop_path", "act"),
         "sknet.SelectiveKernelBottleneck": _row("conv1 conv2 conv3 se drop_path", "act"),
         "tresnet.BasicBlock": _row("conv1 conv2 se drop_path", "act"),
+        "tresnet.Bottleneck": _row("conv1 conv2 se conv3 drop_path", "act"),
+        "cspnet.BottleneckBlock": _row("conv1 conv2 attn2 conv3 attn3 drop_path", "act3", shortcut=""),
         "byobnet.BasicBlock": _row("conv1_kxk attn conv2_kxk attn_last drop_path", "act", "shortcut", False),
         "byobnet.BottleneckBlock": _row(
             "conv1_1x1 conv2_kxk conv2b_kxk attn conv3_1x1 attn_last drop_path", "act", "shortcut", False
@@ -243,6 +300,11 @@ KINDS: dict[str, Kind] = {
         "byobnet.SelfAttnBlock": _row(
             "conv1_1x1 conv2_kxk self_attn post_attn conv3_1x1 drop_path", "act", "shortcut", False
         ),
+        "resnest.ResNestBottleneck": Kind(_resnest),
+        "res2net.Bottle2neck": Kind(_res2net),
+        "inception_resnet_v2.Block35": Kind(_inception),
+        "inception_resnet_v2.Block17": Kind(_inception),
+        "inception_resnet_v2.Block8": Kind(_inception),
         "resnetv2.PreActBasic": Kind(_preact_basic),
         "resnetv2.PreActBottleneck": Kind(_preact_bottleneck),
         "hrnet.HighResolutionModule": refused(PARALLEL),

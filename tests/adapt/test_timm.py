@@ -9,6 +9,7 @@ import timm
 import torch
 from timm.models import byobnet
 from timm.models import vision_transformer as vt
+from timm.models.inception_resnet_v2 import Block8, Block17, Block35
 from torch import Tensor, nn
 
 import residua
@@ -33,6 +34,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "eva02": ("eva02_tiny_patch14_224", TINY | dict(img_size=28, drop_path_rate=0.2)),
     "eva_gamma": ("eva02_base_patch14_224", TINY | dict(img_size=28, init_values=0.2)),
     "eva_postnorm": ("eva02_tiny_patch14_224", TINY | dict(img_size=28, use_post_norm=True)),
+    "deepseek": ("deepseek_vit_412m", TINY | dict(img_size=42, drop_path_rate=0.2)),
+    "gemma4": ("gemma4_vit_167m", TINY | dict(img_size=48, drop_path_rate=0.2)),
     "beit": ("beit_base_patch16_224", TINY | dict(drop_path_rate=0.2)),
     "beit_shared": (
         "beit_base_patch16_224",
@@ -76,11 +79,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "senet18": ("legacy_seresnet18", dict(num_classes=5)),
     "senet50": ("legacy_seresnet50", dict(num_classes=5)),
     "skresnet18": ("skresnet18", dict(num_classes=5)),
+    "tresnet": ("tresnet_m", dict(layers=(1, 1, 1, 1), num_classes=5)),
+    "cspresnet": ("cspresnet50", dict(num_classes=5)),
+    "resnest": ("resnest26d", CONV | dict(layers=(2, 1, 1, 1), drop_block_rate=0.1)),
+    "res2net": ("res2net50_26w_4s", CONV | dict(layers=(2, 1, 1, 1))),
     "byob_bottleneck": ("gcresnext26ts", dict(num_classes=5)),
     "byob_attention": ("halonet26t", dict(num_classes=5)),
     "xcit": ("xcit_nano_12_p16_224", dict(embed_dim=32, depth=2, num_heads=2, num_classes=5)),
 }
-SLOW = {"caformer", "senet18", "senet50", "skresnet18", "byob_bottleneck", "byob_attention", "regnet"}
+SLOW = {
+    "caformer", "senet18", "senet50", "tresnet", "cspresnet", "skresnet18", "byob_bottleneck", "byob_attention",
+    "regnet",
+}  # fmt: skip
 EVERY = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS]
 
 
@@ -99,6 +109,10 @@ def build(family: str) -> tuple[nn.Module, Tensor]:
 
 def ln(norm: Any, x: Tensor) -> Tensor:
     return nn.functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+
+
+def rms(norm: Any, x: Tensor) -> Tensor:
+    return norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
 
 
 def two(attend: Callable[..., Tensor], mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -174,6 +188,21 @@ def ref_senet(b: Any, x: Tensor, a: Tensor) -> Tensor:
     return torch.relu(a[0] * (x if b.downsample is None else b.downsample(x)) + y)
 
 
+def ref_resnest(b: Any, x: Tensor, a: Tensor) -> Tensor:
+    y = b.conv2(relu_bn(b.bn1, b.conv1(x)))
+    y = b.avd_last(y) if b.avd_last is not None else y
+    return torch.relu(a[0] * (x if b.downsample is None else b.downsample(x)) + bn(b.bn3, b.conv3(y)))
+
+
+def ref_res2net(b: Any, x: Tensor, a: Tensor) -> Tensor:
+    first, second, third, last = relu_bn(b.bn1, b.conv1(x)).chunk(4, dim=1)
+    first = relu_bn(b.bns[0], b.convs[0](first))
+    second = relu_bn(b.bns[1], b.convs[1](second if b.is_first else first + second))
+    third = relu_bn(b.bns[2], b.convs[2](third if b.is_first else second + third))
+    y = torch.cat((first, second, third, b.pool(last) if b.is_first else last), dim=1)
+    return torch.relu(a[0] * (x if b.downsample is None else b.downsample(x)) + bn(b.bn3, b.conv3(y)))
+
+
 def bn(norm: Any, x: Tensor) -> Tensor:
     return nn.functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
 
@@ -199,7 +228,7 @@ def ref_row(layers: str, shortcut: str = "downsample", act: str = "act") -> Call
         y = x
         for name in layers.split():
             y = getattr(b, name)(y) if getattr(b, name) is not None else y
-        kept = x if getattr(b, shortcut) is None else getattr(b, shortcut)(x)
+        kept = x if getattr(b, shortcut, None) is None else getattr(b, shortcut)(x)
         return getattr(b, act)(a[0] * kept + y)
 
     return reference
@@ -218,6 +247,11 @@ GAMMA = two(
     lambda b, x, *c, **k: scale(b.gamma_1, b.attn(ln(b.norm1, x), *c, **k)),
     lambda b, x: scale(b.gamma_2, b.mlp(ln(b.norm2, x))),
 )
+BARE = two(lambda b, x, **k: b.attn(rms(b.norm1, x), **k), lambda b, x: b.mlp(rms(b.norm2, x)))
+SANDWICH = two(
+    lambda b, x, *c, **k: rms(b.norm2, b.attn(rms(b.norm1, x), *c, **k)),
+    lambda b, x: rms(b.norm4, b.mlp(rms(b.norm3, x))),
+)
 REFERENCES: dict[str, Callable[..., Tensor]] = {
     f"timm.models.{name}": reference
     for name, reference in {
@@ -230,6 +264,8 @@ REFERENCES: dict[str, Callable[..., Tensor]] = {
         "vision_transformer_relpos.ResPostRelPosBlock": POST,
         "eva.EvaBlock": GAMMA,
         "eva.EvaBlockPostNorm": POST,
+        "deepseek_vit.DeepseekVitBlock": BARE,
+        "gemma4_vit.Gemma4Block": SANDWICH,
         "beit.Block": GAMMA,
         "cait.LayerScaleBlock": GAMMA,
         "metaformer.MetaFormerBlock": ref_metaformer,
@@ -251,6 +287,11 @@ REFERENCES: dict[str, Callable[..., Tensor]] = {
         "senet.SEResNetBlock": ref_senet,
         "regnet.Bottleneck": ref_row("conv1 conv2 se conv3", act="act3"),
         "sknet.SelectiveKernelBasic": ref_row("conv1 conv2 se"),
+        "resnest.ResNestBottleneck": ref_resnest,
+        "res2net.Bottle2neck": ref_res2net,
+        "tresnet.BasicBlock": ref_row("conv1 conv2 se"),
+        "tresnet.Bottleneck": ref_row("conv1 conv2 se conv3"),
+        "cspnet.BottleneckBlock": ref_row("conv1 conv2 attn2 conv3 attn3", act="act3"),
         "byobnet.BottleneckBlock": ref_row("conv1_1x1 conv2_kxk conv2b_kxk attn conv3_1x1 attn_last", "shortcut"),
         "byobnet.BasicBlock": ref_row("conv1_kxk attn conv2_kxk attn_last", "shortcut"),
         "byobnet.EdgeBlock": ref_row("conv1_kxk attn conv2_1x1 attn_last", "shortcut"),
@@ -330,6 +371,20 @@ def test_blocks_that_models_are_put_together_from(block: type[nn.Module]) -> Non
     for inner in model[:2]:
         expected = REFERENCES[computed_by(inner)](inner, x, getattr(inner, ALPHA))
         torch.testing.assert_close(inner(x), expected)
+
+
+@pytest.mark.parametrize("block", [Block35, Block17, Block8])
+def test_blocks_of_inception_resnet(block: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(block(scale=0.2), block(scale=0.5)).eval()
+    x = torch.randn(2, {"Block35": 320, "Block17": 1088, "Block8": 2080}[block.__name__], 3, 3)
+    plain = model(x)
+    assert torch.equal(residua.fade(model, alpha_min=1.0)(x), plain)
+    faded = residua.fade(model, alpha_min=0.4)(x)
+    for inner, alpha, scale in zip(model, (1.0, 0.4), (0.2, 0.5)):
+        rows = [inner.branch0(x), inner.branch1(x)] + ([inner.branch2(x)] if hasattr(inner, "branch2") else [])
+        x = torch.relu(alpha * x + scale * inner.conv2d(torch.cat(rows, dim=1)))
+    torch.testing.assert_close(faded, x)
 
 
 def reached(model: nn.Module, images: Tensor) -> set[str]:
