@@ -155,7 +155,7 @@ def run_on_example(model: nn.Module, example: Any, reset: Callable[[], None]) ->
     """Call the model with the example, or with noise: of few pixels, or of as many as the model wants."""
     if example is not None:
         args, kwargs = arguments(model, example)
-        model(*args, **kwargs)
+        model(*args, **uncached(model) | kwargs)
         return
     sizes = default_sizes(model)
     if not sizes:
@@ -181,6 +181,14 @@ def arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str
     if isinstance(example, Mapping) and set(example) <= set(inspect.signature(model.forward).parameters):
         return (), dict(example)
     return (example if isinstance(example, tuple) else (example,)), {}
+
+
+def uncached(model: nn.Module) -> dict[str, Any]:
+    """What a language model is called with to keep no keys and values: a step would add its own to those of the run."""
+    caches = getattr(getattr(model, "config", None), "use_cache", False)
+    takes = inspect.signature(model.forward).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    return {"use_cache": False} if caches and ("use_cache" in takes or open_ended) else {}
 
 
 def default_sizes(model: nn.Module) -> list[tuple[int, int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from .block import (
     uninstall,
 )
 from .diffusers_blocks import KINDS as DIFFUSERS
-from .example import NoExample, arguments, eager, evaluating
+from .example import NoExample, arguments, eager, evaluating, uncached
 from .generic import find_generic, strangers
 from .timm_blocks import KINDS as TIMM
 from .torchvision_blocks import KINDS as TORCHVISION
@@ -183,20 +182,12 @@ def stream(model: nn.Module, images: Any = None, *context: Any, **named: Any) ->
     located = blocks_of(model, given or named)
     bound: list[Step] = []
     with _buffers_kept(model):
-        for at, args, kwargs in _calls(located, lambda: model(*given, **_uncached(model) | named)):
+        for at, args, kwargs in _calls(located, lambda: model(*given, **uncached(model) | named)):
             x, args, kwargs = split(at.kind, args, kwargs)
             for step in steps_of(at.block, at.kind, at.name, args, kwargs):
                 bound.append(replace(step, input=x))
                 x = step(x)
     return Stream(bound)
-
-
-def _uncached(model: nn.Module) -> dict[str, Any]:
-    """What a language model is called with to keep no keys and values: a step would add its own to those of the run."""
-    caches = getattr(getattr(model, "config", None), "use_cache", False)
-    takes = inspect.signature(model.forward).parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    return {"use_cache": False} if caches and ("use_cache" in takes or open_ended) else {}
 
 
 @contextmanager

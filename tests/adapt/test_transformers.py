@@ -378,6 +378,16 @@ def test_a_model_in_stages_fades_again_and_is_read(name: str) -> None:
     assert torch.equal(model(x).last_hidden_state, before)
 
 
+def test_layers_of_unknown_kinds_are_looked_at_without_a_cache() -> None:
+    config = transformers.Olmo2Config(**GROUPED, attn_implementation="eager")  # adds a mask that a cache outgrows
+    model = transformers.Olmo2Model(config).eval()
+    tokens = torch.randint(3, 64, (2, 7))
+    assert [step.name for step in residua.stream(model, tokens)] == ["layers.0", "layers.1"]
+    with torch.no_grad():
+        plain = model(tokens).last_hidden_state
+        assert torch.equal(residua.fade(model, 1.0, example=tokens)(tokens).last_hidden_state, plain)
+
+
 def test_two_towers_are_refused() -> None:
     config = transformers.CLIPConfig(text_config=TEXT, vision_config=VISION)
     model = transformers.CLIPModel(config)
