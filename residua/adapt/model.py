@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -145,20 +146,21 @@ def _known(model: nn.Module) -> list[Located]:
 
 
 def _is_whole(model: nn.Module, known: Sequence[Located]) -> bool:
-    """Are these layers of transformers or diffusers, which come as one list and are the whole stream?
+    """Are these layers of transformers or diffusers, which come as one list, or one in each stage, and are the whole
+    stream?
 
     Two towers, an encoder with a decoder, or a U-Net are refused: no schedule runs through all of it.
     """
-    lists = dict.fromkeys(
-        at.name.rpartition(".")[0]
-        for at in known
-        if plain_class(at.block).__module__.startswith(("transformers.", "diffusers."))
-    )
+    lists: dict[str, str] = {}
+    for at in known:
+        if plain_class(at.block).__module__.startswith(("transformers.", "diffusers.")):
+            name = at.name.rpartition(".")[0]
+            lists.setdefault(re.sub(r"\bstages\.\d+", "stages", name), name)
     if len(lists) > 1:
-        some = ", ".join([*lists][:4]) + (", ..." if len(lists) > 4 else "")
+        some = ", ".join([*lists.values()][:4]) + (", ..." if len(lists) > 4 else "")
         raise ValueError(
             f"{type(model).__name__} has several residual streams ({some}): take one by itself, "
-            f"model.get_submodule({next(iter(lists)).rpartition('.')[0]!r})"
+            f"model.get_submodule({next(iter(lists.values())).rpartition('.')[0]!r})"
         )
     return bool(lists)
 

@@ -162,6 +162,11 @@ def _bert(
     return [*parts, mlp]
 
 
+def _resnet(block: Any) -> list[Part]:
+    """ResNet and RegNet: the activation follows the addition."""
+    return [Part("", block.layer, shortcut=block.shortcut, after=block.activation, branch_first=True)]
+
+
 def _given(encoder_hidden_states: Any) -> Any:
     if encoder_hidden_states is None:
         raise ValueError("a faded block with cross-attention needs encoder_hidden_states: its shortcut has an alpha")
@@ -188,6 +193,9 @@ ALIKE: dict[str, tuple[str, ...]] = {
         "roberta.RobertaLayer", "xlm_roberta.XLMRobertaLayer", "camembert.CamembertLayer", "electra.ElectraLayer",
         "ernie.ErnieLayer",
     ),
+    "resnet.ResNetBasicLayer": (
+        "resnet.ResNetBottleNeckLayer", "regnet.RegNetXLayer", "regnet.RegNetYLayer",
+    ),
 }  # fmt: skip
 """Layers whose forward is the same code, under the name of the one that stands for them."""
 
@@ -201,6 +209,7 @@ _PARTS: dict[str, Any] = {
     "llama.LlamaDecoderLayer": _llama,
     "gemma2.Gemma2DecoderLayer": _gemma2,
     "bert.BertLayer": _bert,
+    "resnet.ResNetBasicLayer": _resnet,
 }
 
 
@@ -211,7 +220,7 @@ def qualified(short: str) -> str:
 
 
 KINDS: dict[str, Kind] = {
-    qualified(name): Kind(parts, stream="hidden_states")
+    qualified(name): Kind(parts, stream="hidden_state" if parts is _resnet else "hidden_states")
     for first, parts in _PARTS.items()
     for name in (first, *ALIKE.get(first, ()))
 }

@@ -378,6 +378,24 @@ def test_a_model_in_stages_fades_again_and_is_read(name: str) -> None:
     assert torch.equal(model(x).last_hidden_state, before)
 
 
+@pytest.mark.parametrize("layer_type", ["basic", "bottleneck", "x", "y"])
+def test_convolutional_layers_fade_before_their_activation(layer_type: str) -> None:
+    size = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": layer_type}
+    resnet = layer_type in ("basic", "bottleneck")
+    config = transformers.ResNetConfig(**size) if resnet else transformers.RegNetConfig(**size, groups_width=4)
+    torch.manual_seed(0)
+    model = (transformers.ResNetModel if resnet else transformers.RegNetModel)(config).eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        plain = model(images).last_hidden_state
+        assert torch.equal(residua.fade(model, alpha_min=1.0)(images).last_hidden_state, plain)
+        seen = [(block, x, out) for block, x, _, _, out in calls_of(residua.fade(model, 0.4), {"pixel_values": images})]
+        for (block, x, out), alpha in zip(seen, torch.linspace(1, 0.4, 4), strict=True):
+            torch.testing.assert_close(out, torch.relu(alpha * block.shortcut(x) + block.layer(x)))
+        assert [step.name for step in residua.stream(model)][-1] == "encoder.stages.1.layers.1"
+        assert torch.equal(residua.unfade(model)(images).last_hidden_state, plain)
+
+
 def test_layers_of_unknown_kinds_are_looked_at_without_a_cache() -> None:
     config = transformers.Olmo2Config(**GROUPED, attn_implementation="eager")  # adds a mask that a cache outgrows
     model = transformers.Olmo2Model(config).eval()
