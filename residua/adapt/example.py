@@ -124,11 +124,19 @@ def stream_name(block: nn.Module) -> str:
 
 
 def count_streams(args: tuple[Any, ...], out: Any) -> int:
-    """How many tensors of a module's output, where that is several, have the shapes of its inputs one by one."""
+    """How many tensors of a module's output have the shapes of as many of its inputs, in whichever order; what gives
+    out more than it takes, such as a norm with scales and shifts for what follows, carries one."""
     taken = [t for a in args for t in (a if isinstance(a, tuple | list) else (a,)) if isinstance(t, Tensor)]
-    given = [t for t in out if isinstance(t, Tensor)] if isinstance(out, tuple | list) else [out]
-    pairs = [(a, b) for a, b in zip(taken, given) if isinstance(b, Tensor) and a.is_floating_point()]
-    same = [a is b for a, b in pairs if a.shape == b.shape]
+    taken = [t for t in taken if t.is_floating_point()]
+    given = [t for t in out if isinstance(t, Tensor)] if isinstance(out, tuple | list) else []
+    if len(given) > len(taken):
+        return 1
+    same: list[bool] = []
+    for b in given:
+        alike = [i for i, a in enumerate(taken) if a.shape == b.shape]
+        if alike:
+            found = next((i for i in alike if taken[i] is b), alike[0])
+            same.append(taken.pop(found) is b)
     return len(same) if same.count(False) > 1 else 1  # what is only handed on, such as a bias, is no stream
 
 

@@ -90,6 +90,8 @@ class Finder:
         self.careless = {name for name in residual if self.changes_input(name)}
         self.counts = Counter(type(self.modules[name]) for name in residual)
         names = self.outermost("", residual)
+        inside = self.inside(names)
+        names = [name for name in names if name not in inside]
         self.refuse(names, residual)
         if len(names) < 2:
             raise ValueError(
@@ -113,6 +115,11 @@ class Finder:
             fill(self.copied[name], 0.0)
             return [name]
         return inner
+
+    def inside(self, names: Sequence[str]) -> set[str]:
+        """Names of all that lies within these blocks, also of what they share and another module lists first."""
+        within = {inner for name in names for child in self.modules[name].children() for inner in child.modules()}
+        return {name for name, module in self.modules.items() if module in within}
 
     def run(self, name: str, seed: int = 0, train: bool = False) -> Tensor | None:
         """What the copy of a module gives for noise in its first call; None where it fails."""
@@ -148,18 +155,19 @@ class Finder:
 
     def refuse(self, names: Sequence[str], residual: set[str]) -> None:
         """ValueError where a block has a shortcut that cannot be scaled from outside."""
-        inside = tuple(f"{name}." for name in names) or ("\0",)
+        inside = self.inside(names)
         for name in names:
             if name not in self.known:
                 self.refuse_block(name)
-        for name, call in self.calls.items():
+        for name, call in sorted(self.calls.items(), key=lambda item: item[1].order):  # outermost first
             around = any(at.startswith(f"{name}.") for at in self.known)
             empty = not any(True for _ in self.modules[name].parameters())
-            if call.streams > 1 and not (around or empty or name.startswith(inside)):
+            aside = around or empty or name in inside or isinstance(self.modules[name], CONTAINERS)
+            if call.streams > 1 and not aside:
                 self.fail(name, f"it carries {call.streams} streams at once")
         keep_vectors(self.copied[""])
         blocks = {type(self.modules[name]) for name in names}
-        free = [n for n in self.candidates if n not in residual and not n.startswith(inside)]
+        free = [n for n in self.candidates if n not in residual and n not in inside]
         for name in sorted(free, key=lambda n: -n.count(".")):  # innermost first: what surrounds it inherits the fault
             module, around = self.modules[name], any(at.startswith(f"{name}.") for at in names)
             if type(module) in blocks:
@@ -173,8 +181,8 @@ class Finder:
 
     def warn(self, names: Sequence[str]) -> None:
         """Say which sums of two activations lie outside the blocks found: among them may be shortcuts that stay."""
-        inside = tuple(f"{name}." for name in names)
-        others = [name for name in dict.fromkeys(self.sums) if name not in names and not name.startswith(inside)]
+        inside = self.inside(names)
+        others = [name for name in dict.fromkeys(self.sums) if name not in names and name not in inside]
         if others:
             classes = ", ".join(f"{type(self.modules[n]).__name__} ({n or 'itself'})" for n in others[:3])
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""

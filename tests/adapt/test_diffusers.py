@@ -207,6 +207,17 @@ def test_saved_models_are_plain(tmp_path: Path) -> None:
         assert torch.equal(run(loaded.eval(), "dit"), run(plain, "dit"))
 
 
+def test_two_streams_are_refused_by_the_name_of_their_block() -> None:
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8,
+        num_attention_heads=2, joint_attention_dim=12, caption_projection_dim=16, pooled_projection_dim=16,
+    )  # fmt: skip
+    given = {"hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 5, 12)}
+    given |= {"pooled_projections": torch.randn(2, 16), "timestep": torch.tensor([3, 5])}
+    with pytest.raises(ValueError, match=r"transformer_blocks.0, a .*JointTransformerBlock, .*2 streams"):
+        residua.fade(model, alpha_min=0.5, example=given)
+
+
 def test_a_unet_is_refused() -> None:
     unet = diffusers.UNet2DConditionModel(
         sample_size=8, block_out_channels=(8, 16), norm_num_groups=4, cross_attention_dim=12, layers_per_block=1,
