@@ -16,6 +16,7 @@ from residua.nn.stream import Tap
 
 from .block import SCALE
 from .example import evaluating
+from .generic import ASIDE as CLASS_ATTENTION
 from .model import Located, as_called, blocks_of, fade_like, is_own, shortcuts, tapped, unfade, unwrapped
 from .names import SOURCE, open_model
 
@@ -52,12 +53,16 @@ class Foreign(nn.Module):
         self.channels_last: bool = getattr(model, "output_fmt", "") == "NHWC"  # as timm's models say
         self.patch_size = (1, 1)  # images of any size may be tried
         self.num_prefix_tokens = prefix_tokens(model)
+        late = any(type(module).__name__ in CLASS_ATTENTION for module in model.modules())
+        self.inner_prefix_tokens = 0 if late else self.num_prefix_tokens
+        """Of the layers before the last: a class token may join after the blocks."""
 
     @property
     def config(self) -> dict[str, Any]:
         """What features depend on beside weights and buffers."""
         scales = [getattr(at.block, SCALE, 1.0) for at in self.located]  # alphas are buffers, these are not
-        return {"class": type(self.model).__qualname__, "source": _source(self.model), "scales": scales}
+        late = {"late": True} if self.inner_prefix_tokens != self.num_prefix_tokens else {}
+        return {"class": type(self.model).__qualname__, "source": _source(self.model), "scales": scales, **late}
 
     @torch.no_grad()
     def widths(self) -> list[int]:

@@ -46,8 +46,19 @@ class EncoderReader:
     readout: Readout | tuple[Readout, ...]
 
     def __post_init__(self) -> None:
-        if "cls" in dict(self.columns) and not self.encoder.num_prefix_tokens:
+        if "cls" not in dict(self.columns):
+            return
+        if not self.encoder.num_prefix_tokens:
             raise ValueError("the model has no class token: read tokens or patches instead")
+        if not all(map(self._prefix, self.layers)):
+            raise ValueError(
+                "the model's class token joins after its blocks: read cls of the last layer alone, or tokens or patches"
+            )
+
+    def _prefix(self, layer: int) -> int:
+        """Tokens of a layer before those of its patches."""
+        last = self.encoder.num_prefix_tokens
+        return last if layer == self.encoder.depth - 1 else getattr(self.encoder, "inner_prefix_tokens", last)
 
     @property
     def columns(self) -> list[Column]:
@@ -75,10 +86,10 @@ class EncoderReader:
 
     def _pool(self, out: dict[Any, Tensor], layer: int, tokens: Tensor) -> None:
         if isinstance(self.readout, str):
-            out[layer] = pool(tokens, self.readout, self.encoder.num_prefix_tokens)
+            out[layer] = pool(tokens, self.readout, self._prefix(layer))
             return
         for readout in self.readout:
-            out[readout, layer] = pool(tokens, readout, self.encoder.num_prefix_tokens)
+            out[readout, layer] = pool(tokens, readout, self._prefix(layer))
 
 
 @dataclass(frozen=True)

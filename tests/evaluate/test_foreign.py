@@ -64,6 +64,22 @@ def test_maps_are_averaged_over_positions(name: str, options: dict[str, Any], di
         extract(model, digits, readout="cls", limit=5)
 
 
+@pytest.mark.parametrize("name", ["cait_xxs24_224", "xcit_nano_12_p8_224"])
+def test_a_class_token_that_joins_late_is_in_the_last_layer_alone(name: str, digits: Splits) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=32, depth=2, embed_dim=32, num_heads=2).eval()
+    model.preprocessing = Preprocessing((32, 32), (0.5,) * 3, (0.5,) * 3)
+    seen: list[torch.Tensor] = []
+    handle = Foreign(model).located[0].block.register_forward_hook(lambda _, __, out: seen.append(out))
+    found = extract(model, digits, layers="all", readout="patches", limit=5, splits=("test",))
+    handle.remove()
+    assert found.test is not None
+    torch.testing.assert_close(found.test.layer(0), seen[-1].mean(1), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="class token joins after its blocks"):
+        extract(model, digits, layers="all", readout="cls", limit=5)
+    assert extract(model, digits, readout="cls", limit=5, splits=("test",)).test is not None
+
+
 def test_channels_last_is_recognised() -> None:
     x = torch.randn(2, 5, 6, 16)
     assert torch.equal(as_tokens(x, {16}), x.flatten(1, 2))
