@@ -192,15 +192,18 @@ def _row(layers: str, after: str, shortcut: str = "downsample", identity: bool =
 
 
 def _resnest(block: Any) -> list[Part]:
-    """Drop path, where there is one, lies before the projection and nowhere else."""
+    """Drop path, where there is one, lies before the projection and nowhere else; it is drawn without one, too."""
 
     def branch(x: Tensor) -> Tensor:
         x = _through(x, block.conv1, block.bn1, block.act1, block.avd_first, block.conv2, block.bn2, block.drop_block)
         return _through(x, block.act2, block.avd_last, block.conv3, block.bn3)
 
-    projection = (block.drop_path, block.downsample)
-    shortcut = None if block.downsample is None else lambda x: _through(x, *projection)
-    return [Part("", branch, shortcut=shortcut, after=block.act3, branch_first=True)]
+    def shortcut(x: Tensor) -> Tensor:
+        dropped = _through(x, block.drop_path)
+        return x if block.downsample is None else block.downsample(dropped)
+
+    bare = block.downsample is None and block.drop_path is None
+    return [Part("", branch, shortcut=None if bare else shortcut, after=block.act3, branch_first=True)]
 
 
 def _res2net(block: Any) -> list[Part]:
