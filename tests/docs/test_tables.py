@@ -1,92 +1,36 @@
-"""Numbers of the documents are those of docs/records; links lead somewhere; commands are understood."""
+"""Numbers in tables of the documents, and on the front page, are those of docs/records."""
 
-import json
 import re
-import shlex
-from decimal import Decimal
-from functools import cache
 from itertools import chain
-from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import pytest
-import tyro
-from scipy.stats import t as student
 
-from residua import alphas, cli, recipes
+from residua import alphas, recipes
 from residua.report.along import as_dynamics
 from residua.report.runs import read_runs, while_training
-from residua.train import Pretrain, read_metrics
+from residua.train import Pretrain
 from residua.train.options import auto_alpha
 
-ROOT = Path(__file__).parent.parent
-RECORDS = ROOT / "docs" / "records"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
-LAST = 11
-PROBE, KNN, RANK, RANKME = "linear probe", "kNN", "entropy rank", "RankMe"
-
-
-def table(page: str, start: str) -> list[list[str]]:
-    """Rows of the table whose first line starts so, each with its first cell."""
-    text = (ROOT / "docs" / page).read_text()
-    assert text.count(f"\n{start}") == 1, f"{page} has no one table that starts with {start}"
-    lines = text[text.index(f"\n{start}") + 1 :].partition("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def agree(cell: str, *values: float) -> None:
-    """The numbers of a cell are these, rounded to as many digits as it shows."""
-    found = re.findall(r"[-+]?\d+(?:\.\d+)?(?:e-\d+)?", cell)
-    assert len(found) == len(values), f"{cell!r} is to show {values}"
-    for shown, value in zip(found, values):
-        _, _, last = Decimal(shown).as_tuple()
-        assert abs(float(shown) - value) <= 0.5001 * 10.0**last, f"{cell!r} is to show {values}"
-
-
-@cache
-def report(run: str) -> dict:
-    name = run if run.startswith("demo") else f"tiny-imagenet-{run}"
-    return json.loads((RECORDS / name / "evaluation.json").read_text())
-
-
-def scores(run: str, subject: str = "model") -> dict[tuple[str, int], float]:
-    """(metric, block) -> value; of raw pixels the block is -1."""
-    return {(s["metric"], s["layer"]): s["value"] for s in report(run)["scores"] if s["subject"] == subject}
-
-
-def top5(run: str) -> float:
-    """Of the last block; early records have it of the block that the probe chose alone, which there is the last."""
-    own = (s for s in report(run)["scores"] if (s["metric"], s["subject"], s["layer"]) == (PROBE, "model", LAST))
-    settings, probe = next(own)["settings"], report(run)["probes"]["model"]
-    assert "top5" in settings or probe["best"]["layer"] == LAST
-    return settings.get("top5", probe["top5"])
-
-
-def seeds(run: str) -> list[str]:
-    """Runs that differ in nothing else."""
-    return [path.name.removeprefix("tiny-imagenet-") for path in sorted(RECORDS.glob(f"tiny-imagenet-{run}-seed-*"))]
-
-
-def best(run: str, metric: str) -> tuple[float, int]:
-    return max((value, block) for (name, block), value in scores(run).items() if name == metric)
-
-
-def difference(plain: list[float], faded: list[float]) -> tuple[float, ...]:
-    """One difference; of two seeds their mean and both; of more their mean and half of its 95 % interval."""
-    each = [b - a for a, b in zip(plain, faded, strict=True)]
-    if len(each) < 3:
-        return (fmean(each), *each)[: 3 if len(each) == 2 else 1]
-    return fmean(each), float(student.ppf(0.975, len(each) - 1)) * stdev(each) / len(each) ** 0.5
-
-
-def last_loss(run: str) -> float:
-    rows = [row for row in read_metrics(RECORDS / f"tiny-imagenet-{run}") if "loss" in row]
-    return fmean(row["loss"] for row in rows if row["step"] > rows[-1]["step"] - 1000)
-
-
-def along(run: str, metric: str) -> list[float]:
-    rows = read_metrics(RECORDS / f"tiny-imagenet-{run}")
-    return [row[f"eval/{metric.replace(' ', '_')}"] for row in rows if "eval/kNN" in row]
+from .records import (
+    KNN,
+    LAST,
+    PROBE,
+    RANK,
+    RANKME,
+    RECORDS,
+    agree,
+    along,
+    best,
+    difference,
+    last_loss,
+    report,
+    said,
+    scores,
+    seeds,
+    table,
+    top5,
+)
 
 
 @pytest.mark.parametrize("page", ["../README.md", "results.md"])
@@ -111,8 +55,7 @@ def test_front_page_and_recipe():
     probes, knns = (means("22k", "50k", metric=metric) for metric in (PROBE, KNN))
     expected = [value for pair in zip(probes, knns) for value in pair]
     agree(" ".join(re.findall(r"\d+\.\d", recipes.get("mae-tiny-imagenet").expect)), *expected)
-    page = " ".join(PAGES[0].read_text().split())
-    text = page.partition("after 22,000 steps a probe")[2].partition("Whether fading")[0]
+    text = said("../README.md", "after 22,000 steps a probe", "Whether fading")
     plain, faded = ([scores(run)[PROBE, LAST] for run in seeds(f"22k-xavier-alpha-{a}")] for a in ("1.0", "0.7"))
     first = (fmean(faded), 0.7, fmean(plain), *difference(plain, faded))
     plain, faded = ([scores(run)[PROBE, LAST] for run in seeds(f"50k-xavier-alpha-{a}")] for a in ("1.0", "0.7"))
@@ -270,47 +213,3 @@ def test_rank_and_probe_along_training():
                 if (length, i) != ("22k", 0):
                     assert all((y < x) == (metric == RANK) for x, y in zip(a, b))  # lower rank, better probe
     assert not list(rows)
-
-
-def anchor(heading: str) -> str:
-    """What GitHub calls a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-
-
-def test_links_lead_to_headings_that_exist():
-    for page in PAGES:
-        for name, target in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text()):
-            if not name.startswith("http"):
-                headings = re.findall(r"^#+ (.*)$", (page.parent / name if name else page).read_text(), re.MULTILINE)
-                assert target in map(anchor, headings), f"{page.name} links to {name}#{target}"
-
-
-def commands(page: Path) -> list[str]:
-    """Those that stand on lines of their own, without dots and comments behind them; letters stand for numbers."""
-    text = re.sub(r"\\\n\s*", "", page.read_text())
-    lines = re.findall(r"^ {4}(residua [a-z]+ .*)$", text, re.MULTILINE)
-    return [re.sub(r" [A-Z](?= |$)", " 1", re.sub(r"( \.\.\.)?( +#.*)?$", "", line)) for line in lines]
-
-
-class Understood(BaseException):
-    """Raised where a command would begin its work."""
-
-
-@pytest.mark.parametrize("page", filter(commands, PAGES), ids=lambda page: page.stem)
-def test_commands_are_understood(page, monkeypatch, tmp_path, capsys):
-    parse = tyro.cli
-
-    def only_parse(*args, **kwargs):
-        parse(*args, **kwargs)
-        raise Understood
-
-    monkeypatch.setattr(tyro, "cli", only_parse)
-    monkeypatch.chdir(tmp_path)
-    for line in commands(page):
-        try:
-            cli.main(shlex.split(line)[1:])
-        except Understood:
-            continue
-        except SystemExit:
-            pass
-        raise AssertionError(f"{page.name}: {line}\n{capsys.readouterr().err}")
