@@ -5,7 +5,7 @@ from itertools import chain, product
 from statistics import fmean
 
 from residua.train import read_metrics
-from residua.train.options import auto_alpha
+from residua.train.options import auto_alpha, read_flat
 
 from .records import (
     KNN,
@@ -28,6 +28,23 @@ from .records import (
 )
 
 GAINS = "| alpha_min | 5,500 | 10,900 | 16,400 | 21,900 |"
+
+
+def test_records_are_of_what_their_names_say():
+    runs = sorted(path.parent for path in RECORDS.glob("**/metrics.jsonl"))
+    for run in runs:
+        settings, name = read_flat(run / "config.yaml"), run.name
+        said = dict(re.findall(r"(alpha|anneal|seed|lr|zero|blocks)-(True|False|[\de.-]+\d|\d)", name))
+        own = {
+            "alpha": settings["alpha_min"], "anneal": settings["alpha_min"], "seed": settings["seed"],
+            "lr": settings["lr"], "zero": settings.get("zero_init"), "blocks": sum(settings.get("stages") or ()),
+        }  # fmt: skip
+        for key, value in said.items():
+            assert own[key] == (value == "True" if key == "zero" else float(value)), (name, key)
+        if name.startswith("tiny-imagenet-22k"):
+            assert settings["zero_init"] == ("xavier" not in name), name
+            assert (settings["steps"], settings["batch_size"]) == (21875, 256), name
+            assert settings["lr"] == (0.0006 if "lr-6e-4" in name else 0.0003), name
 
 
 def last_block(record: str, metric: str) -> float:

@@ -105,6 +105,7 @@ def test_runs_from_zero():
         agree(five, top5(f"22k-{name}-seed-0"))
         for cell, metric in zip(others, (KNN, RANK, RANKME), strict=True):
             agree(cell, own[metric, LAST])
+    agree(rows[1][6], report("22k-alpha-1.0-seed-0")["probes"]["pixels"]["top5"])
     for column, subject, block in ((5, "random init", LAST), (6, "pixels", -1)):
         free = scores("22k-alpha-1.0-seed-0", subject)
         for row, metric in zip((rows[0], *rows[2:]), (PROBE, KNN, RANK, RANKME), strict=True):
