@@ -77,6 +77,10 @@ def sweep(args: list[str]) -> None:
     folder = Path(own["out"][0] if own["out"] else f"sweeps/{Path(base).stem or kind}").expanduser()
     try:
         _sweep(folder, kind, base, given, own)
+    except KeyboardInterrupt:
+        if (folder / "sweep.json").exists():
+            note(f"stopped; the same command goes on with the runs in {folder}")
+        raise
     finally:
         release(folder / LOCK)
 

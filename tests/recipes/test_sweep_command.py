@@ -191,6 +191,17 @@ def test_a_run_that_failed_is_told_at_the_end_beside_what_the_others_came_to(
     assert "no shortcut left" in (tmp_path / "sweep" / "sweep.html").read_text()
 
 
+def test_stopped_it_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("residua.recipes.sweep.run", stopped)
+    assert cli.main(["sweep", "--alpha-min", "1.0", "0.5", "--out", str(tmp_path / "sweep")]) == 130
+    assert "the same command goes on with the runs in" in " ".join(capsys.readouterr().out.split())
+
+
 def test_images_of_a_run_that_is_trained_on_are_opened_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr("residua.data.load", opened.append)
