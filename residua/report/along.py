@@ -109,7 +109,10 @@ def _correlations(page: Page, found: Dynamics) -> None:
     ]
     if drawn:
         page.figures(*drawn)
-        page.paragraph("p-values are two-sided, of one epoch at a time, and not corrected for their number.")
+        page.paragraph(
+            "p-values are two-sided, of one epoch at a time, not corrected for their number, and take all runs as "
+            "independent, those that differ in the seed alone too."
+        )
     most = max(c.n for rows in pairs.values() for c in rows)
     if most < 3:
         page.paragraph(
