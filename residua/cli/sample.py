@@ -62,7 +62,10 @@ def sample(args: list[str]) -> None:
     pre = planned.model.preprocessing
     if make(o, planned) and not _is_picture(planned.out) and pre.in_chans in (1, 3):
         from residua.train.options import trained_on
+        from residua.train.samplefiles import described
 
+        if described(planned.out)["n"] > o.n:
+            note(f"{planned.out} has more samples of an earlier call, and scores of it are of all that are there")
         out, data = (shlex.quote(text) for text in (str(planned.out), trained_on(o.model) or "DATA"))
         side = " ".join(map(str, dict.fromkeys(pre.img_size)))  # once where height and width are the same
         say(f"score:    residua score {out} --reference {data} --reference-split train --img-size {side}")

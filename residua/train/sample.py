@@ -74,11 +74,10 @@ def check_sampling(model: Any, settings: Sampling, device: str | torch.device | 
         near = difflib.get_close_matches(settings.sampler, SAMPLERS, n=2, cutoff=0.4) or list(SAMPLERS)
         raise ValueError(f"no sampler named {settings.sampler!r}; did you mean {' or '.join(near)}?")
     steps = STEPS.get(settings.sampler, 50) if settings.steps is None else settings.steps
-    if not isinstance(steps, Integral) or steps < 1 or not 0 <= settings.guidance < math.inf:
-        raise ValueError(
-            f"steps {steps} and guidance {settings.guidance}: expected a whole number, at least 1, and a finite one, "
-            "at least 0"
-        )
+    if not isinstance(steps, Integral) or steps < 1:
+        raise ValueError(f"steps is {steps}; expected a whole number, at least 1")
+    if not 0 <= settings.guidance < math.inf:
+        raise ValueError(f"guidance is {settings.guidance}; expected a finite number, at least 0")
     if settings.precision is None:
         where = next(model.parameters()).device if device is None else torch.device(device)
         settings = replace(settings, precision="fp16" if where.type == "cuda" else "float32")
@@ -119,9 +118,10 @@ def _several(classes: Any) -> tuple[int | str, ...]:
 
 def check_numbers(n: int, first: int, batch_size: int | None) -> None:
     """Which images, and how many at once."""
-    whole = all(isinstance(value, Integral) for value in (n, first, batch_size or 1))
-    if not whole or n < 1 or first < 0 or (batch_size is not None and batch_size < 1):
-        raise ValueError(f"{n} images from number {first}, {batch_size} at once: expected positive whole numbers")
+    given = {"n": (n, 1), "first": (first, 0), "batch_size": (1 if batch_size is None else batch_size, 1)}
+    for name, (value, least) in given.items():
+        if not isinstance(value, Integral) or value < least:
+            raise ValueError(f"{name} is {value}; expected a whole number, at least {least}")
 
 
 def _numbers(model: Any, classes: Sequence[int | str]) -> tuple[int, ...]:

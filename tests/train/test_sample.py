@@ -309,10 +309,10 @@ def test_a_sheet_has_every_image_in_its_place() -> None:
         (["--classes", "8"], "0 to 7"),
         (["--classes", "²"], "no class named '²'"),
         (["--classes=--3"], "no class named '--3'"),
-        (["--steps", "0"], "at least 1"),
+        (["--steps", "0"], "steps is 0; expected a whole number, at least 1\n"),
         (["--guidance", "-1"], "at least 0"),
-        (["--guidance", "nan"], "guidance nan"),
-        (["-n", "0"], "0 images"),
+        (["--guidance", "nan"], "guidance is nan; expected a finite number"),
+        (["-n", "0"], "n is 0; expected a whole number, at least 1"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

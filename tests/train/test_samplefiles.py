@@ -300,7 +300,11 @@ def test_the_command_writes_what_score_reads(run: Path, tmp_path: Path, capsys: 
 
     args = ["sample", str(run), "-n", "4", "--steps", "2", "--device", "cpu", "--classes", "disc", "--guidance", "1.5"]
     assert cli.main([*args, "--out", str(tmp_path / "s")]) == 0
-    assert "residua score" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "residua score" in said
+    assert "more samples" not in said
+    assert cli.main([*args, "--n", "2", "--out", str(tmp_path / "s")]) == 0  # the later -n is the one in force
+    assert "has more samples of an earlier call" in " ".join(capsys.readouterr().out.split())
     assert len(open_images(f"folder:{tmp_path / 's'}")) == 4
     known = made_by(f"folder:{tmp_path / 's'}")
     assert (known["sampler"], known["steps"], known["guidance"], known["classes"]) == ("dpm-solver", 2, 1.5, [0])
