@@ -140,9 +140,12 @@ def _open(name: str) -> Autoencoder:
 
 
 def _remedy(folder: Path) -> str:
-    """What to do about an autoencoder that is no longer where a run expects it."""
+    """What to do about an autoencoder that is not there, or no longer where a run expects it."""
     link = f"ln -s NEWPLACE {folder.absolute()}"
-    return f"if it has moved, link it there ({link}), or sample and score with --latents NEWPLACE"
+    return (
+        "give a folder that is there, or a name on the Hub such as stabilityai/sd-vae-ft-ema; if it has moved since a "
+        f"run began, link it there ({link}), or sample and score with --latents NEWPLACE"
+    )
 
 
 def _setting(config: Any, name: str) -> Any:
