@@ -64,8 +64,10 @@ def sample(args: list[str]) -> None:
         from residua.train.options import trained_on
         from residua.train.samplefiles import described
 
-        if described(planned.out)["n"] > o.n:
-            note(f"{planned.out} has more samples of an earlier call, and scores of it are of all that are there")
+        folder = planned.out.is_dir()
+        there = sum(1 for _ in planned.out.glob("*.png")) if folder else described(planned.out)["n"]
+        if there > o.n:
+            note(f"{planned.out} holds {there:,} samples, from earlier calls: a score of it is of them all")
         out, data = (shlex.quote(text) for text in (str(planned.out), trained_on(o.model) or "DATA"))
         side = " ".join(map(str, dict.fromkeys(pre.img_size)))  # once where height and width are the same
         say(f"score:    residua score {out} --reference {data} --reference-split train --img-size {side}")

@@ -271,7 +271,9 @@ def test_a_folder_that_has_moved_is_named(name: str, tmp_path: Path, monkeypatch
     autoencoder._open.cache_clear()
     place = tmp_path / name
     for given in (name, LatentSpace(name, 4, 8, 1.0, 0.0, "hash")):
-        with pytest.raises(DataError, match=rf"no autoencoder at {place}: give a folder .* moved .*ln -s NEWPLACE {place}"):
+        with pytest.raises(
+            DataError, match=rf"no autoencoder at {place}: give a folder .* moved .*ln -s NEWPLACE {place}"
+        ):
             open_autoencoder(given)
     assert not asked  # the hub has no such names
 

@@ -302,9 +302,9 @@ def test_the_command_writes_what_score_reads(run: Path, tmp_path: Path, capsys: 
     assert cli.main([*args, "--out", str(tmp_path / "s")]) == 0
     said = capsys.readouterr().out
     assert "residua score" in said
-    assert "more samples" not in said
+    assert "earlier calls" not in said
     assert cli.main([*args, "--n", "2", "--out", str(tmp_path / "s")]) == 0  # the later -n is the one in force
-    assert "has more samples of an earlier call" in " ".join(capsys.readouterr().out.split())
+    assert "s holds 4 samples, from earlier calls" in " ".join(capsys.readouterr().out.split())
     assert len(open_images(f"folder:{tmp_path / 's'}")) == 4
     known = made_by(f"folder:{tmp_path / 's'}")
     assert (known["sampler"], known["steps"], known["guidance"], known["classes"]) == ("dpm-solver", 2, 1.5, [0])
