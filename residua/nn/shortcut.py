@@ -174,6 +174,15 @@ class Shortcuts(nn.Module):
         """What survives of the input at the end: the product of all alphas."""
         return float(self.alpha.detach().double().prod())
 
+    def words(self) -> str:
+        """How they fade, in a line; alpha_min is the schedule's, which not every schedule reaches."""
+        if self.decay.control != "none":
+            return f"control: {self.decay.control} scaled by sqrt(0.5)"
+        kind = "learned shortcuts"
+        if self.decay.schedule != "learned":
+            kind = f"alpha_min {self.decay.target(self.depth, self.sublayers):.3g}"
+        return f"{kind} (alpha_eff {self.alpha_eff:.2g})"
+
     @torch.no_grad()
     def set_strength(self, strength: float) -> None:
         """Annealing: 0 is an ordinary residual network, 1 the full decay."""

@@ -162,8 +162,7 @@ class Classification(Session[Finetune, Any]):
             origin = f", {name} from scratch" if scratch else f" from {name}"
         head = f", read-out: {READOUTS[model.readout]}" if isinstance(model, Classifier) else ""
         return (
-            f"{kind} ({count_parameters(model) / 1e6:.1f} M, {shortcut.depth} blocks){origin}, "
-            f"alpha_min {float(shortcut.alpha.detach().min()):.3g} (alpha_eff {shortcut.alpha_eff:.2g}){head}"
+            f"{kind} ({count_parameters(model) / 1e6:.1f} M, {shortcut.depth} blocks){origin}, {shortcut.words()}{head}"
         )
 
 

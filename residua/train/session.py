@@ -92,11 +92,8 @@ class Session(Generic[C, M]):
         return f"{source.name}: {len(self.feed):,} images, {channels}, {labels} -> {then}"
 
     def _fading(self) -> str:
-        shortcut, asked = residual_part(self.model).shortcut, self.config.shortcut  # type: ignore[attr-defined]
-        fading = f"alpha_min {float(shortcut.alpha.detach().min()):.3g} (alpha_eff {shortcut.alpha_eff:.2g})"
-        if asked.control != "none":
-            fading = f"control: {asked.control} scaled by sqrt(0.5)"
-        return fading + (f", annealed over {100 * asked.anneal:.0f} % of the steps" if asked.anneal else "")
+        fading, anneal = residual_part(self.model).shortcut.words(), self.config.shortcut.anneal  # type: ignore[attr-defined]
+        return fading + (f", annealed over {100 * anneal:.0f} % of the steps" if anneal else "")
 
     def close(self) -> None:
         """Let go of images and run folder; `fit` does."""

@@ -347,3 +347,18 @@ def test_under_autocast_the_stream_stays_in_bfloat16(schedule: Any) -> None:
 
 def test_sqrt_half() -> None:
     assert math.sqrt(0.5) == SQRT_HALF
+
+
+@pytest.mark.parametrize(
+    ("decay", "words"),
+    [
+        (Decay(alpha_min=0.5), "alpha_min 0.5 (alpha_eff 0.024)"),
+        (Decay(alpha_min=0.5, schedule="literal"), "alpha_min 0.5 (alpha_eff 0.035)"),
+        (Decay(alpha_min=0.5, branches="attn"), "alpha_min 0.5 (alpha_eff 0.19)"),
+        (Decay(alpha_eff=0.01), "alpha_min 0.413 (alpha_eff 0.01)"),
+        (Decay(schedule="learned"), "learned shortcuts (alpha_eff 1)"),
+        (Decay(control="both"), "control: both scaled by sqrt(0.5)"),
+    ],
+)
+def test_alpha_min_is_told_as_it_was_given_and_not_as_the_least_alpha(decay: Decay, words: str) -> None:
+    assert Shortcuts(decay, 6).words() == words
