@@ -65,7 +65,7 @@ def sample(args: list[str]) -> None:
         from residua.train.samplefiles import described
 
         folder = planned.out.is_dir()
-        there = sum(1 for _ in planned.out.glob("*.png")) if folder else described(planned.out)["n"]
+        there = sum(1 for _ in planned.out.glob("*.png")) if folder else described(planned.out).get("n", 0)
         if there > o.n:
             note(f"{planned.out} holds {there:,} samples, from earlier calls: a score of it is of them all")
         out, data = (shlex.quote(text) for text in (str(planned.out), trained_on(o.model) or "DATA"))
