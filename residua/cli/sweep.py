@@ -229,18 +229,22 @@ def _print(found: Sequence[Any], baseline: Mapping[str, str]) -> None:
 
     if not found:
         return
-    console.print(_table(spread(found), ranking_note(found), *score_rows(found)))
+    _tabulate(spread(found), ranking_note(found), *score_rows(found))
     differences = difference_rows(found)
     if differences[1]:
-        console.print(_table(difference_note(baseline, found), "n: seeds that both have", *differences))
+        _tabulate(difference_note(baseline, found), "n: seeds that both have", *differences)
     elif baseline:
         note("nothing to compare with the baseline: no finished run has seed and number of images in common with it")
 
 
-def _table(title: str, caption: str, header: list[str], rows: Sequence[Sequence[Any]], first: int) -> Table:
-    table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
+def _tabulate(title: str, caption: str, header: list[str], rows: Sequence[Sequence[Any]], first: int) -> None:
+    """A table between two lines of its own: as parts of it they would be broken to its width."""
+    table = Table()
     for name in header:
         table.add_column(name, justify="right", overflow="fold")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, str) else cell.text for cell in row))
-    return table
+    say(title)
+    console.print(table)
+    if caption:
+        say(caption)
