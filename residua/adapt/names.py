@@ -230,7 +230,9 @@ def _diffusers(diffusers: Any, name: str, published: bool, **options: Any) -> nn
     def config() -> dict[str, Any]:
         if local:
             return json.loads((folder / "config.json").read_text())
-        return diffusers.ModelMixin.load_config(name, **where)
+        from huggingface_hub import hf_hub_download
+
+        return json.loads(Path(hf_hub_download(name, "config.json", subfolder="transformer")).read_text())
 
     described = config() if local else _published(f"diffusers:{name}", config)
     cls = getattr(diffusers, described.get("_class_name", ""), None)
@@ -266,13 +268,13 @@ def _load(model: nn.Module, file: Path, name: str) -> None:
 
 def _load_transformers(model: Any, state: dict[str, Tensor], file: Path) -> None:
     """By the library itself, which knows what tensors were called in earlier versions."""
-    found, report = _unpooled(
-        type(model).from_pretrained, None, config=model.config, state_dict=state, output_loading_info=True
-    )
-    lacking = [key for key in report["missing_keys"] if not key.startswith(("pooler", "classifier"))]
-    if lacking or report.get("mismatched_keys"):
-        wrong = ", ".join(map(str, [*lacking, *report.get("mismatched_keys", ())][:4]))
-        raise ValueError(f"{file} does not fit {type(model).__name__}: it lacks {wrong}, or has them in other shapes")
+    options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which we tell below
+    found, report = _unpooled(type(model).from_pretrained, None, config=model.config, state_dict=state, **options)
+    lacking = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+    lacking = {key for key in lacking if not key.startswith(("pooler", "classifier"))}
+    if lacking:
+        some = ", ".join(sorted(lacking)[:4]) + (", ..." if len(lacking) > 4 else "")
+        raise ValueError(f"{file} does not fit {type(model).__name__}: it lacks {some}, or has them in other shapes")
     model.load_state_dict(found.state_dict())
 
 

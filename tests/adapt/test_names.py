@@ -1,6 +1,7 @@
 """Models of other libraries by name, with published, given or random weights."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,49 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
         open_model("timm:test_vit", weights=file)
 
 
+def test_files_that_hold_no_weights_say_why(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    for content in ({"epoch": 3}, [torch.ones(2)]):
+        torch.save(content, file)
+        with pytest.raises(ValueError, match=r"weights\.pt holds no state dict of tensors"):
+            open_model("timm:test_vit", weights=file)
+    (tmp_path / "cut.safetensors").write_bytes(b"\x00")
+    with pytest.raises(ValueError, match=r"cut\.safetensors cannot be read as weights: .*\w+"):
+        open_model("timm:test_vit", weights=tmp_path / "cut.safetensors")
+    with pytest.raises(ValueError, match="of a file or published ones"):
+        open_model("timm:test_vit", weights=file, pretrained=True)
+
+
+def test_all_but_the_head_must_be_in_a_file_and_fit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    source = timm.create_model("test_vit")
+    own = source.state_dict()
+    without = {key: value.contiguous() for key, value in own.items() if key != "blocks.1.attn.proj.bias"}
+    for changed in (without, without | {"blocks.1.attn.proj.bias": torch.zeros(3)}):
+        save_file(changed, tmp_path / "w.safetensors")
+        with pytest.raises(ValueError, match=r"it lacks blocks\.1\.attn\.proj\.bias, or has them in other shapes"):
+            open_model("timm:test_vit", weights=tmp_path / "w.safetensors")
+    headless = {key: value.contiguous() for key, value in own.items() if not key.startswith("head.")}
+    save_file(headless, tmp_path / "w.safetensors")
+    found = open_model("timm:test_vit", weights=tmp_path / "w.safetensors").state_dict()
+    assert all(torch.equal(found[key], value) for key, value in headless.items())
+
+
+def test_a_file_for_transformers_must_fit(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.ViTModel(transformers.ViTConfig(**VIT, patch_size=4))
+    model.save_pretrained(tmp_path / "whole")
+    (tmp_path / "whole" / "preprocessor_config.json").write_text('{"size": {"height": 16}}')
+    state = {key: value.contiguous() for key, value in model.state_dict().items()}
+    (first,) = (key for key in state if key.endswith(("layers.0.mlp.fc1.bias", "layer.0.intermediate.dense.bias")))
+    for changed in ({"embeddings.cls_token": state["embeddings.cls_token"]}, state | {first: torch.zeros(5)}):
+        save_file(changed, tmp_path / "w.safetensors")
+        with pytest.raises(
+            ValueError, match=r"w\.safetensors does not fit ViTModel: it lacks \w.*, or has them in other"
+        ):
+            open_model(f"transformers:{tmp_path / 'whole'}", weights=tmp_path / "w.safetensors")
+
+
 def test_transformers_from_a_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -127,6 +171,52 @@ def test_diffusers_from_a_folder(tmp_path: Path) -> None:
         model = residua.load(f"diffusers:{folder}")
         assert len(residua.stream(model)) == 2
         torch.testing.assert_close(model.state_dict(), plain.state_dict())
+        fresh: Any = open_model(f"diffusers:{folder}", pretrained=False, num_layers=2)
+        assert len(residua.stream(fresh)) == 4
+        key = "transformer_blocks.0.attn1.to_q.weight"
+        assert not torch.equal(fresh.state_dict()[key], plain.state_dict()[key])
+    with pytest.raises(ValueError, match="diffusers:nowhere: there is no such folder"):
+        open_model("diffusers:nowhere")
+    (tmp_path / "transformer" / "config.json").write_text('{"_class_name": "NoSuchModel"}')
+    with pytest.raises(ValueError, match="names no model of diffusers"):
+        open_model(f"diffusers:{tmp_path}", pretrained=False)
+
+
+def test_diffusers_from_the_hub_is_the_transformer_of_a_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    asked: list[Any] = []
+
+    def download(name: str, file: str, **options: Any) -> str:
+        asked.append((name, file, options))
+        (tmp_path / file).write_text(json.dumps({"_class_name": "DiTTransformer2DModel", **DIT}))
+        return str(tmp_path / file)
+
+    def from_pretrained(name: str, **options: Any) -> Any:
+        asked.append((name, options))
+        return diffusers.DiTTransformer2DModel(**DIT, num_embeds_ada_norm=10)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr(diffusers.DiTTransformer2DModel, "from_pretrained", from_pretrained)
+    open_model("diffusers:owner/pipeline", variant="fp16")
+    where = {"subfolder": "transformer"}
+    assert asked == [("owner/pipeline", "config.json", where), ("owner/pipeline", where | {"variant": "fp16"})]
+    fresh: Any = open_model("diffusers:owner/pipeline", pretrained=False, num_layers=2)
+    assert len(residua.stream(fresh)) == 4
+
+
+def test_a_processor_of_the_hub_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(**VIT, patch_size=4)
+    processor = transformers.ViTImageProcessor(
+        size={"height": 16, "width": 16}, image_mean=[0.1, 0.2, 0.3], image_std=[0.4, 0.5, 0.6]
+    )
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: config)
+    monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", lambda *_, **__: processor)
+    pre: Any = open_model("transformers:owner/model", pretrained=False).preprocessing
+    assert (pre.img_size, pre.mean, pre.std) == ((16, 16), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert pre.crop_mode == "squash"
 
 
 def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
