@@ -52,16 +52,11 @@ def inputs_of(program: Program, images: Tensor) -> dict[str, Tensor]:
     chance = torch.Generator().manual_seed(0)
     if getattr(net, "autoencoder", None) is not None:
         images = torch.randn(len(images), net.in_chans, *net.img_size, generator=chance)
-    given = {"x": images, "t": torch.linspace(0.02, 0.98, len(images)) * _time_range(net)}
+    t, process = torch.linspace(0.02, 0.98, len(images)), getattr(net, "process", None)
+    given = {"x": images, "t": t if process is None else process.time_input(t)}
     if program.labels:
         given["y"] = torch.arange(len(images)) % (net.num_classes + 1)
     return given
-
-
-def _time_range(net: Any) -> float:
-    """What the network sees of t = 1."""
-    process: Any = getattr(net, "process", None)
-    return 1.0 if process is None else float(process.time_input(torch.ones(1)))
 
 
 def to_onnx(model: nn.Module, out: Path, images: Tensor, where: str) -> Export:
