@@ -111,6 +111,8 @@ def export(
     if to != "hub" and to not in TARGETS:
         raise ExportError(f"no target {to!r}; {did_you_mean(to, [*TARGETS, 'hub'])}")
     _installed(to)
+    if name is not None:
+        hub.check_name(name)
     if is_name(model) or (isinstance(model, nn.Module) and not is_own(model)):
         what = model if isinstance(model, str) else f"a {type(model).__name__}"
         raise ExportError(f"{what} is its own library's model already: what was trained here is exported")

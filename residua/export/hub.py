@@ -86,13 +86,18 @@ def write_card(
     (out / "README.md").write_text("\n".join(lines))
 
 
+def check_name(name: str) -> None:
+    """ExportError for what is no name of a repository."""
+    owner, _, model = name.partition("/")
+    if not owner or not model or "/" in model:
+        raise ExportError(f"--push {name}: give OWNER/NAME")
+
+
 def push(out: Path, name: str, private: bool = False) -> str:
     """Upload a folder; returns its address."""
     from huggingface_hub import HfApi
 
-    owner, _, model = name.partition("/")
-    if not owner or not model or "/" in model:
-        raise ExportError(f"--push {name}: give OWNER/NAME")
+    check_name(name)
     try:
         api = HfApi()
         address = api.create_repo(name, exist_ok=True, private=private)

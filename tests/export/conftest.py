@@ -13,7 +13,7 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "train"
 
 import drive
 
-from residua.export import export
+from residua.export import Checked, export
 
 TRAINED = {"steps": 30, "lr": 5e-3, "ema": None, "checkpoint_every": 30, "data": "shapes?n=64&size=16&test=20"}
 EVALUATION = {
@@ -35,6 +35,12 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports are not opened in a process of their own, which takes seconds: for tests of what is written."""
+    monkeypatch.setattr("residua.export.check", lambda *a: Checked({"tokens": {1: 1e-7}}, {}))
 
 
 @pytest.fixture(scope="session")

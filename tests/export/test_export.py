@@ -127,12 +127,6 @@ def test_sentences_of_a_card_keep_the_names_of_python() -> None:
     assert hub._sentence("create_model must be told") == "create_model must be told."
 
 
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exports are not opened in a process of their own, which takes seconds: for tests of what is written."""
-    monkeypatch.setattr("residua.export.check", lambda *a: residua.export.Checked({"tokens": {1: 1e-7}}, {}))
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("options", "averaged"), [({}, True), ({"ema": True}, True), ({"ema": False}, False)])
 def test_the_moving_average_is_exported_unless_told_otherwise(
