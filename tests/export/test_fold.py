@@ -3,11 +3,15 @@
 from typing import Any
 
 import pytest
+import timm
 import torch
+from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 
+from residua.adapt.encoder import TimmViT
+from residua.adapt.folder import norms_of
 from residua.export import ExportError, fold_resnet, fold_vit
-from residua.nn import ResNet, ViT, create_model
+from residua.nn import Decay, ResNet, ViT, create_model
 
 SHORTCUTS = {
     "linear": {"alpha_min": 0.6},
@@ -102,6 +106,27 @@ def test_one_eps_is_what_is_left_of_the_difference() -> None:
     assert single(1e-6, eps=1e-6) > 10 * single(1e-6)
 
 
+@pytest.mark.parametrize("final_norm", [True, False])
+@pytest.mark.parametrize("more", [{}, {"pre_norm": True}, {"embed_norm_layer": "layernorm"}, {"norm_layer": "rmsnorm"}])
+@torch.no_grad()
+def test_encoders_of_timm_fold_wherever_their_stream_begins(more: dict[str, Any], final_norm: bool) -> None:
+    """As a sum of embeddings, behind a norm of it, or of normed patches: what is folded runs in timm's own network."""
+    torch.manual_seed(0)
+    made = {"img_size": 16, "patch_size": 8, "num_classes": 0, **more}
+    source: Any = timm.create_model("test_vit", **made)
+    options: Any = {"final_norm": final_norm, "zero_init": False, "decay": Decay(alpha_min=0.5)}
+    encoder = TimmViT(source, {"encoder": "timm:test_vit"}, **options).double().eval()
+    for value in encoder.parameters():
+        nn.init.normal_(value, std=0.3)
+    folded = fold_vit(encoder)
+    twin: Any = timm.create_model("test_vit", **made, final_norm=final_norm).double().eval()
+    twin.load_state_dict(folded.state)
+    for norm, eps in zip(norms_of(twin, twin.norm), folded.exact):
+        norm.eps = eps
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    assert apart(encoder(images), twin.forward_features(images)) < 1e-11
+
+
 def resnet(block: str, **shortcuts: Any) -> ResNet:
     torch.manual_seed(0)
     model: Any = create_model("resnet", img_size=64, block=block, stages=(2, 1, 3, 2), num_classes=5, small_stem=False,
@@ -149,3 +174,7 @@ def test_what_cannot_be_folded_is_refused() -> None:
         model.shortcut.alpha[4] = -0.5
     with pytest.raises(ExportError, match=r"step 4 has learned alpha = -0.5: relu"):
         fold_resnet(model)
+    source: Any = timm.create_model("test_vit", img_size=16, block_fn=ResPostBlock)
+    unnormed = TimmViT(source, {"encoder": "timm:mine"}, final_norm=True, zero_init=False, decay=Decay(alpha_min=0.5))
+    with pytest.raises(ExportError, match=r"timm:mine cannot be folded: its ResPostBlock does not norm .*torch-export"):
+        fold_vit(unnormed)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import apart, photo, small_vit
 from packaging.version import Version
+from safetensors.torch import load_file
 
 import residua
 from residua.adapt import encoder_of as encode
@@ -205,6 +206,24 @@ def test_torchvision(runs: Any, tmp_path: Path) -> None:
         export(residua.create_model("resnet18", img_size=32, width=8), "torchvision", tmp_path / "narrow")
     with pytest.raises(ExportError, match=r"timm has no network like this ResNet: --to torchvision"):
         export(runs("resnet"), "timm", tmp_path / "timm")
+
+
+@torch.no_grad()
+def test_a_head_that_transformers_cannot_read_with_is_left_out(tmp_path: Path) -> None:
+    encoder = residua.create_model(**small_vit().config | {"final_norm": False})
+    images = torch.randn(2, 3, 16, 16)
+    written = stock.to_transformers(Classifier(encoder, 3, "patches").eval(), tmp_path, images, repr(str(tmp_path)))
+    assert apart(encoder(images), run_here(written, images)) < 1e-5
+    assert "the head is left out: it reads patches, transformers' reads the class token" in written.notes
+    assert "classifier.weight" not in load_file(tmp_path / "model.safetensors")
+
+
+def test_an_autoencoder_of_images_that_are_not_square_is_refused(tmp_path: Path) -> None:
+    sizes = {"embed_dim": 8, "depth": 1, "num_heads": 1, "decoder_embed_dim": 8, "decoder_depth": 1}
+    for shape in ({"img_size": (16, 24), "patch_size": 8}, {"img_size": 16, "patch_size": (8, 4)}):
+        model = residua.create_model("mae_vit", decoder="plain", decoder_num_heads=1, **sizes, **shape)
+        with pytest.raises(ExportError, match="square images and patches only: --to transformers"):
+            stock.to_vitmae(model, tmp_path, torch.randn(2, 3, 16, 24), "")
 
 
 # ---------------------------------------------------------------- preprocessing and ways back

@@ -1,0 +1,26 @@
+"""How far two outputs are from each other, and what a check of weights says."""
+
+import pytest
+import torch
+
+from residua.export import ExportError
+from residua.export.clean import Checked, relative
+
+
+def test_the_difference_is_that_of_the_worst_image_by_its_own_size() -> None:
+    ours = torch.tensor([[1.0, -2.0], [100.0, 50.0], [0.0, 0.0]])
+    theirs = ours + torch.tensor([[0.0, 0.5], [1.0, 0.0], [0.0, 0.0]])
+    assert relative(ours, theirs) == pytest.approx(0.25)
+    assert relative(ours[1:], theirs[1:]) == pytest.approx(0.01)
+    assert relative(ours[2:], theirs[2:]) == 0
+    assert relative(ours[2:], torch.ones(1, 2)) > 1e30
+    with pytest.raises(ExportError, match=r"the export computes \(3, 1\), expected \(3, 2\)"):
+        relative(ours, theirs[:, :1])
+
+
+def test_many_tensors_are_one_line_and_outputs_one_each() -> None:
+    few = Checked({"logits": {1: 1e-7, 7: 2e-7}, "features": {1: 3e-7}}, {})
+    assert few.largest == 3e-7
+    assert few.summary() == {"logits": "1.0e-07 (batch of 1), 2.0e-07 (batch of 7)", "features": "3.0e-07 (batch of 1)"}
+    many = Checked({"tokens": {14: 5e-7}} | {f"w{i}": {14: i * 1e-8} for i in range(6)}, {})
+    assert many.summary() == {"6 tensors of weights": "5.0e-08", "tokens": "5.0e-07 (batch of 14)"}
