@@ -1,3 +1,4 @@
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torchvision.models import inception as torchvision_inception
 
 from residua.evaluate import inception as module
+from residua.evaluate.extractor import open_extractor
 from residua.evaluate.inception import Inception, load_inception, resize_tf1
 
 
@@ -128,6 +130,35 @@ def test_a_torchscript_file_gives_the_same_network(state, file: Path, tmp_path: 
     for name, conv in plain.convolutions().items():
         torch.testing.assert_close(found.convolutions()[name].weight, conv.weight, rtol=0, atol=0)
         torch.testing.assert_close(found.convolutions()[name].bias, conv.bias, rtol=0, atol=0)
+    assert open_extractor(str(tmp_path / "inception.pt")).name == "Inception with weights inception.pt"
+    del script.layers.layer_1
+    torch.jit.trace(script, torch.zeros(1)).save(tmp_path / "less.pt")
+    with pytest.raises(ValueError, match=r"less\.pt: 93 convolutions, expected 94"):
+        load_inception(tmp_path / "less.pt")
+
+
+def test_only_distances_with_the_published_weights_are_fid(file: Path, monkeypatch) -> None:
+    found = open_extractor("inception", file)
+    assert (found.name, found.inception) == ("Inception with weights weights.pth", False)
+    assert found.notes == (f"{file} does not hold the weights of 2015-12-05: this distance is comparable with no "
+                           "published FID",)  # fmt: skip
+    total = sum(float(conv.weight.double().abs().sum()) for conv in found.module.convolutions().values())
+    for apart, same in ((1e-4, False), (-1e-4, False), (1e-6, True)):  # files may differ in their last digits
+        monkeypatch.setattr(module, "_ABSOLUTE_SUM", total * (1 + apart))
+        assert found.module.published is same
+    known = open_extractor("inception", file)
+    assert (known.name, known.inception, known.notes) == ("Inception 2015-12-05", True, ())
+    assert known.identity["features"] == 2048
+
+
+def test_files_of_older_and_other_kinds(state, file: Path, tmp_path: Path) -> None:
+    """pytorch-fid's was written before PyTorch's files were archives."""
+    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    torch.testing.assert_close(load_inception(tmp_path / "old.pth").state_dict(), load_inception(file).state_dict())
+    with zipfile.ZipFile(tmp_path / "broken.pt", "w") as archive:
+        archive.writestr("broken/code/net.py", "pass")
+    with pytest.raises(ValueError, match=r"broken\.pt cannot be read as TorchScript"):
+        load_inception(tmp_path / "broken.pt")
 
 
 def test_94_convolutions_of_the_published_size() -> None:
