@@ -117,6 +117,44 @@ def test_layers_of_transformers(name: str, prefix: int) -> None:
     assert torch.equal(last, again)  # nothing is hidden, nothing shuffled
     assert last.shape == (2, prefix + 16, 16)
     assert [*taps] == ["blocks.0.mlp", "blocks.1.mlp"]
+    with torch.no_grad():
+        given = {"noise": torch.arange(16.0).expand(2, -1)} if name == "vit_mae" else {}
+        theirs = model(x, output_hidden_states=True, **given)
+    torch.testing.assert_close(last, theirs.last_hidden_state)
+    torch.testing.assert_close(taps["blocks.0.mlp"], theirs.hidden_states[1])
+
+
+def test_transformers_read_images_of_another_size_with_interpolated_positions() -> None:
+    pytest.importorskip("transformers")
+    model, x = small("transformers:vit", **TINY), torch.randn(2, 3, 24, 16)
+    with torch.no_grad():
+        found, theirs = encoder_of(model)(x), model(x, interpolate_pos_encoding=True).last_hidden_state
+    assert found.shape == (2, 1 + 6 * 4, 16)
+    torch.testing.assert_close(found, theirs)
+
+
+def test_a_masked_autoencoder_keeps_its_ratio() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.ViTMAEForPreTraining(transformers.ViTMAEConfig(**TINY, mask_ratio=0.5)).eval()
+    model.preprocessing = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3)
+    encoder, x = encoder_of(model), torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        assert encoder(x).shape == (2, 17, 16)
+        assert torch.equal(encoder(x.flip(0)), encoder(x).flip(0))
+    assert model.config.mask_ratio == 0.5
+
+
+def test_one_channel_is_repeated_for_a_model_of_colours() -> None:
+    encoder, x = encoder_of(small("timm:test_vit", img_size=32)), torch.randn(2, 1, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(encoder(x), encoder(x.repeat(1, 3, 1, 1)))
+
+
+def test_vectors_are_one_token_and_sequences_stay() -> None:
+    x = torch.randn(2, 8)
+    assert torch.equal(as_tokens(x), x[:, None])
+    x = torch.randn(2, 5, 8)
+    assert as_tokens(x, {5}) is x
 
 
 def test_fading_changes_features_and_their_cache(digits: Splits, tmp_path: Path) -> None:
