@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import residua
-from residua.adapt.encoder import TimmViT, create_model, open_encoder
+from residua.adapt.encoder import TimmViT, check, create_model, model_data, open_encoder
 from residua.cli import main
 from residua.nn import MAE
 from residua.train import Pretrain, fit, prepare
@@ -117,6 +117,24 @@ def test_rebuilt_from_its_configuration() -> None:
 def test_refusals_say_why(name: str, reason: str) -> None:
     with pytest.raises(ValueError, match=f"timm:{name} cannot be the encoder of a masked autoencoder: .*{reason}"):
         open_encoder(f"timm:{name}")
+
+
+def test_more_refusals_that_say_why() -> None:
+    vit = timm.create_model("test_vit", pos_embed="none")
+    with pytest.raises(ValueError, match="mine cannot be the encoder of a masked autoencoder: it adds no positions"):
+        check(vit, "mine")
+    with pytest.raises(ValueError, match=r"'vit_tiny_patch16_224' cannot be .*: give timm:NAME"):
+        open_encoder("vit_tiny_patch16_224")
+    with pytest.raises(ValueError, match=r"timm:test_vit cannot be built with {'patch_size': 'large'}"):
+        open_encoder("timm:test_vit", patch_size="large")
+
+
+def test_images_of_published_weights_are_normalised_as_timm_says() -> None:
+    for name in ("vit_base_patch16_224", "deit_tiny_patch16_224"):
+        config: Any = timm.get_pretrained_cfg(name)
+        pre = model_data(f"timm:{name}", 3)
+        assert (pre.mean, pre.std) == (config.mean, config.std)
+    assert model_data("timm:test_vit", 1).in_chans == 1
 
 
 def test_settings_that_contradict() -> None:

@@ -178,3 +178,37 @@ def test_a_processor_that_the_hub_does_not_give_is_told(tmp_path: Path, monkeypa
     ):
         model: Any = open_model("transformers:owner/model", pretrained=False)
     assert model.preprocessing.mean == folder.IMAGENET_MEAN
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", r"config\.json is no JSON: .*line 1"), ("[1, 2]", r"config\.json holds no settings")]
+)
+def test_a_file_that_holds_no_settings_is_named(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        folder.config_of(tmp_path)
+    assert folder.config_of(tmp_path / "elsewhere") == {}
+
+
+def test_the_size_of_images_in_the_files_of_either_library(tmp_path: Path) -> None:
+    for config, size in (
+        ({"image_size": 32}, (32, 32)),
+        ({"image_size": [24, 32]}, (24, 32)),
+        ({"pretrained_cfg": {"input_size": [3, 24, 32]}}, (24, 32)),
+        ({"architecture": "vit", "input_size": [3, 24, 32]}, (24, 32)),
+        ({}, None),
+    ):
+        assert folder.img_size_in(config) == size
+
+
+def test_timms_folders_of_both_layouts_bring_their_preprocessing(tmp_path: Path) -> None:
+    """Older ones have no inner part; grey images get the mean of what is said of colours."""
+    told = {"mean": [0.1, 0.2, 0.3], "std": [0.2, 0.3, 0.4], "crop_pct": 0.9, "interpolation": "bilinear"}
+    for config in (told, {"pretrained_cfg": told}):
+        (tmp_path / "config.json").write_text(json.dumps({"architecture": "test_vit", **config}))
+        pre = folder.preprocessing_in(tmp_path, (24, 32), 3)
+        expected = Preprocessing((24, 32), (0.1, 0.2, 0.3), (0.2, 0.3, 0.4), crop_pct=0.9, interpolation="bilinear")
+        assert pre == expected
+    grey = folder.preprocessing_in(tmp_path, (24, 32), 1)
+    assert grey is not None
+    assert (grey.in_chans, *grey.mean, *grey.std) == (1, pytest.approx(0.2), pytest.approx(0.3))
