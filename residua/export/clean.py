@@ -134,18 +134,18 @@ def check(export: Export) -> Checked:
         for name, (_, ours) in export.wanted.items()
     }
     checked = Checked(differences, json.loads(done.stdout.strip().splitlines()[-1]))
-    if not checked.largest <= LIMIT:
+    if checked.largest > LIMIT:
         raise ExportError(f"what {export.target} loads differs from the model by {checked.largest:.1e}: withdrawn")
     return checked
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference within an image over its largest value; the worst image's."""
+    """Largest difference within an image over its largest value; the worst image's, infinite where one is NaN."""
     if ours.shape != theirs.shape:
         raise ExportError(f"the export computes {tuple(theirs.shape)}, expected {tuple(ours.shape)}")
     ours, theirs = ours.double().flatten(1), theirs.double().flatten(1)
     gap, size = (ours - theirs).abs().amax(1), ours.abs().amax(1)
-    return float((gap / size.clamp_min(torch.finfo(torch.float32).tiny)).max())
+    return float((gap / size.clamp_min(torch.finfo(torch.float32).tiny)).nan_to_num(nan=torch.inf).max())
 
 
 def real_images(run: Path | None, preprocessing: Preprocessing) -> tuple[Tensor, str]:

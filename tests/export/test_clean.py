@@ -18,6 +18,14 @@ def test_the_difference_is_that_of_the_worst_image_by_its_own_size() -> None:
         relative(ours, theirs[:, :1])
 
 
+def test_what_is_no_number_differs_from_everything() -> None:
+    """Wherever it comes: the largest of several differences must not lose it."""
+    ours, theirs = torch.ones(2, 3), torch.ones(2, 3)
+    theirs[1, 2] = torch.nan
+    assert relative(ours, theirs) == relative(theirs, ours) == float("inf")
+    assert Checked({"tokens": {1: relative(ours[:1], theirs[:1]), 2: relative(ours, theirs)}}, {}).largest > 1
+
+
 def test_many_tensors_are_one_line_and_outputs_one_each() -> None:
     few = Checked({"logits": {1: 1e-7, 7: 2e-7}, "features": {1: 3e-7}}, {})
     assert few.largest == 3e-7
