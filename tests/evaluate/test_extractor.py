@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ from residua.data import Batch, Preprocessing, center_view
 from residua.evaluate.extractor import encoder_extractor, open_extractor, timm_extractor
 from residua.nn import ViT, create_model
 from residua.train.checkpoint import write_checkpoint
+
+
+SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
 
 class Colours(nn.Module):
@@ -76,6 +80,25 @@ def test_timm_with_weights_of_a_file(images: Tensor, tmp_path: Path) -> None:
     other = timm.create_model("test_vit", pretrained=False)
     torch.save(other.state_dict(), tmp_path / "other.pth")
     assert timm_extractor("test_vit", tmp_path / "other.pth").identity != found.identity
+
+
+def test_all_that_features_depend_on_is_in_the_identity(vit: ViT) -> None:
+    """Else a cache would give the features of other settings; what is set on an autoencoder goes before its encoder."""
+    found = []
+    for pre in (Preprocessing((16, 16), (0.4,) * 3, (0.3,) * 3), Preprocessing((16, 24), (0.4,) * 3, (0.3,) * 3)):
+        vit.preprocessing = pre
+        found += [
+            encoder_extractor(vit, readout=readout, layer=layer) for readout in ("cls", "tokens") for layer in (0, 1)
+        ]
+    assert len({str(each.identity) for each in found}) == len(found) == 8
+    assert found[-1].name == "encoder (layer 1, tokens, 16 x 24 px)"
+    mae: Any = create_model("mae_vit", **SIZES, decoder_embed_dim=8, decoder_depth=1, decoder_num_heads=2)
+    mae.encoder.preprocessing = Preprocessing((16, 16), (0.4,) * 3, (0.3,) * 3)
+    mae.preprocessing = Preprocessing((16, 16), (0.1,) * 3, (0.3,) * 3)
+    assert encoder_extractor(mae).identity["preprocessing"]["mean"] == [0.1] * 3
+    vit.preprocessing = Preprocessing((16, 16), (0.4,) * 4, (0.3,) * 4, 4)
+    with pytest.raises(ValueError, match="takes 4 channels; images to score have three"):
+        encoder_extractor(vit)
 
 
 def test_wrong_names_are_told(tmp_path: Path, vit: ViT, monkeypatch) -> None:

@@ -140,6 +140,12 @@ def test_what_is_wrong_is_said() -> None:
         precision_recall(x, y)
     with pytest.raises(ValueError, match=r"subsets of 1000: from 2 to 10 rows"):
         kernel_distance(x, x)
+    with pytest.raises(ValueError, match=r"subsets of 1: from 2 to 10 rows"):
+        kernel_distance(x, x, subset_size=1)
+    with pytest.raises(ValueError, match="subsets must be at least 1, got 0"):
+        kernel_distance(x, x, subsets=0, subset_size=5)
+    with pytest.raises(ValueError, match="with 0 neighbours"):
+        precision_recall(x, x, k=0)
     with pytest.raises(ValueError, match="at least 2 images, got 1"):
         statistics(x[:1])
     with pytest.raises(ValueError, match="3 neighbours need more than 3 images on either side, got 3 samples and 10"):
@@ -183,6 +189,7 @@ def test_the_spread_of_the_kernel_distance_is_that_of_its_subsets() -> None:
     x, y = gaussian(300, 6, 0), gaussian(300, 6, 1)
     few, many = (kernel_distance(x, y, subsets=n, subset_size=30).std for n in (25, 400))
     assert many == pytest.approx(few, rel=0.5)  # a standard error would be a quarter
+    assert kernel_distance(x, y, subsets=1, subset_size=30).std == 0
 
 
 def test_precision_and_recall_far_from_the_origin() -> None:

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import timm
 import torch
+import torchvision
 from torch import nn
 
 import residua
@@ -178,6 +179,39 @@ def test_untrained_twins() -> None:
     first = [next(m for m in part.modules() if isinstance(m, nn.Conv2d)).weight for part in (other, unnamed)]
     assert not torch.equal(*first)
     assert all(m.weight.any() for m in other.modules() if isinstance(m, nn.BatchNorm2d))  # no branch is silent
+
+
+def test_every_weight_of_a_twin_is_drawn_anew() -> None:
+    """Also tables and tokens, which no layer owns; of a model that fades, the twin fades alike and the model stays."""
+    torch.manual_seed(0)
+    model: Any = timm.create_model("test_vit", img_size=32)
+    model.preprocessing = Preprocessing((32, 32), (0.5,) * 3, (0.5,) * 3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(3.0)
+    alphas = residua.stream(residua.fade(model, alpha_min=0.5)).alphas
+    twin: Any = untrained(model)
+    for name, value in twin.named_parameters():
+        if value.ndim > 1:
+            assert 0.001 < value.std() < 1, name
+    torch.testing.assert_close(residua.stream(twin).alphas, alphas)
+    torch.testing.assert_close(residua.stream(model).alphas, alphas)
+    assert all(bool((p == 3).all()) for p in model.parameters())
+
+
+@torch.no_grad()
+def test_layers_of_torchvisions_transformer() -> None:
+    torch.manual_seed(0)
+    sizes = {"image_size": 16, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
+    model: Any = torchvision.models.VisionTransformer(**sizes).eval()
+    for p in model.parameters():
+        p.add_(torch.randn_like(p) * 0.1)
+    model.preprocessing = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3)
+    encoder, images = encoder_of(model), torch.randn(2, 3, 16, 16)
+    assert (encoder.depth, encoder.num_prefix_tokens) == (2, 1)
+    tokens = torch.cat([model.class_token.expand(2, -1, -1), model._process_input(images)], 1)
+    torch.testing.assert_close(encoder(images), model.encoder(tokens))
+    torch.testing.assert_close(model.heads(encoder(images)[:, 0]), model(images))
 
 
 def test_a_model_must_say_what_images_it_takes(digits: Splits) -> None:

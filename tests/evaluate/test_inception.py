@@ -185,12 +185,16 @@ def test_wrong_weights_are_refused(state, tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(ValueError, match="TorchScript file, but not of the Inception"):
         load_inception(tmp_path / "other.pt")
 
-    def offline(*_, **__) -> None:
+    asked = {}
+
+    def offline(url: str, **options: object) -> None:
+        asked.update(options)
         raise OSError("no route")
 
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
     with pytest.raises(ValueError, match=rf"could not be downloaded from {module.URL} \(no route\); give --weights"):
         load_inception()
+    assert asked["check_hash"] is asked["weights_only"] is True
 
 
 def test_a_pickled_program_is_not_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from residua.data import DataError
@@ -44,6 +45,8 @@ def test_statistics_that_are_whole_and_not_what_was_written_are_computed_again(
         np.savez(file, **kept | changed)
         assert score(source(5, 1), source(20, 2), **options).scores == first.scores
         assert "damaged (it is not what was written)" in notes.pop()
+    np.savez(file, **kept | {"count": 7})  # of another number of images than there are features
+    assert score(source(5, 1), source(20, 2), metrics=("fid", "prc"), **options).reference["images"] == 20
     del kept["cov"]
     np.savez(file, **kept)
     assert score(source(5, 1), source(20, 2), **options).scores == first.scores
@@ -62,6 +65,19 @@ def test_a_reference_kept_beforehand_is_read_by_the_score(small: Extractor, tmp_
     found = score(source(5, 1), source(20, 2), extractor=small, img_size=10, cache=cache)
     assert (cache.computed, cache.read) == (1, 1)
     assert found.scores == score(source(5, 1), source(20, 2), extractor=small, img_size=10).scores
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be read")
+def test_statistics_without_images_that_were_skipped_are_not_those_of_all(small: Extractor, tmp_path: Path) -> None:
+    folder = tmp_path / "real"
+    folder.mkdir()
+    for i, image in enumerate(source(8, 2).images):
+        Image.fromarray(image).save(folder / f"{i}.png")
+    (folder / "3.png").write_bytes(b"not an image")
+    options = {"extractor": small, "cache": tmp_path / "cache"}
+    assert score(source(5, 1), folder, on_bad_image="skip", **options).reference["images"] == 7
+    with pytest.raises(DataError, match=r"3\.png"):
+        score(source(5, 1), folder, **options)
 
 
 def test_a_folder_that_is_read_only_is_said_before_the_work(
