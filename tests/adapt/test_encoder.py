@@ -103,6 +103,35 @@ def test_rebuilt_from_its_configuration() -> None:
     assert copied.encoder.located[0].block is copied.encoder.blocks[0]
 
 
+def test_trained_weights_keep_their_branches_and_bring_their_preprocessing(tmp_path: Path) -> None:
+    """Branches start at zero under a U-shaped decoder unless the encoder is trained, or told otherwise."""
+    torch.manual_seed(0)
+    source = timm.create_model("test_vit", img_size=32, num_classes=0)
+    torch.save(source.state_dict(), tmp_path / "w.pth")
+    made: dict[str, Any] = {"encoder": "timm:test_vit", "img_size": 32, **SMALL}
+
+    def branch(**options: Any) -> Tensor:
+        model: Any = create_model("mae_timm_vit", **made, **options)
+        return model.encoder.blocks[2].mlp.fc2.weight
+
+    assert not branch().any()
+    assert branch(zero_init=False).any()
+    assert branch(decoder="plain").any()
+    assert torch.equal(branch(weights=str(tmp_path / "w.pth")), source.blocks[2].mlp.fc2.weight)
+    assert open_encoder("timm:test_vit", img_size=32).preprocessing is None  # nothing that it was trained with
+    found = open_encoder("timm:test_vit", img_size=32, weights=str(tmp_path / "w.pth"))
+    assert found.preprocessing.mean == timm.data.resolve_model_data_config(source)["mean"]
+
+
+def test_a_classifier_around_it_norms_once() -> None:
+    """Before its head; the encoder's own norm is left out."""
+    model: Any = create_model("timm_vit", encoder="timm:test_vit", img_size=32, num_classes=3, readout="cls")
+    assert isinstance(model.encoder.norm, torch.nn.Identity)
+    assert (model.readout, model(torch.randn(2, 3, 32, 32)).shape) == ("cls", (2, 3))
+    lone: Any = create_model("timm_vit", encoder="timm:test_vit", img_size=32)
+    assert isinstance(lone.norm, torch.nn.LayerNorm)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

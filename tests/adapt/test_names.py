@@ -2,13 +2,16 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 import torchvision
+from PIL import Image
 from safetensors.torch import save_file
 
 import residua
@@ -44,6 +47,21 @@ def test_torchvision_brings_its_preprocessing() -> None:
     assert model.preprocessing.img_size == (224, 224)
     assert model.preprocessing.crop_pct == pytest.approx(224 / 256)
     assert isinstance(model, torchvision.models.ResNet)
+    with torch.device("meta"):  # of a size that is asked for
+        small: Any = open_model("torchvision:vit_b_16", pretrained=False, image_size=64)
+    assert small.preprocessing.img_size == (64, 64)
+
+
+@pytest.mark.parametrize("name", ["efficientnet_b0", "shufflenet_v2_x0_5"])  # bicubic and bilinear
+def test_images_are_those_of_torchvisions_transforms(name: str) -> None:
+    y, x = np.mgrid[:300, :400] / 5
+    photo = Image.fromarray((np.stack([np.sin(x), np.cos(y), np.sin(x + y)], 2) * 100 + 128).astype(np.uint8))
+    theirs = torchvision.models.get_model_weights(name).DEFAULT.transforms()(photo)
+    pre: Any = open_model(f"torchvision:{name}", pretrained=False).preprocessing
+    close = float((pre(photo) - theirs).abs().mean())
+    assert close < 0.02
+    other = {"bicubic": "bilinear", "bilinear": "bicubic"}[pre.interpolation]
+    assert float((replace(pre, interpolation=other)(photo) - theirs).abs().mean()) > 2 * close
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pth"])

@@ -218,6 +218,59 @@ def test_a_head_that_transformers_cannot_read_with_is_left_out(tmp_path: Path) -
     assert "classifier.weight" not in load_file(tmp_path / "model.safetensors")
 
 
+@pytest.mark.parametrize("readout", ["cls", "patches"])
+@torch.no_grad()
+def test_a_negative_alpha_turns_the_norm_before_the_head(readout: Any, tmp_path: Path) -> None:
+    """Folded, the stream ends with the other sign."""
+    config = small_vit().config | {"final_norm": False, "alpha_min": 1.0, "schedule": "learned"}
+    encoder: Any = residua.create_model(**config)
+    encoder.shortcut.alpha.copy_(torch.tensor([0.9, -0.7, 0.8, 0.6]))
+    model, images = Classifier(encoder, 3, readout).eval(), torch.randn(2, 3, 16, 16)
+    for p in model.parameters():
+        p.add_(torch.randn_like(p) * 0.2) if p is not encoder.shortcut.alpha else None
+    targets = [stock.to_timm, stock.to_transformers] if readout == "cls" else [stock.to_timm]
+    for to in targets:
+        where = f"local-dir:{tmp_path}" if to is stock.to_timm else str(tmp_path)
+        scope: dict[str, Any] = {"images": images}
+        exec(to(model, tmp_path, images, repr(where)).snippet, scope)
+        assert apart(model(images), scope["logits"]) < 1e-5
+
+
+@torch.no_grad()
+def test_the_autoencoders_loss_and_share_of_hidden_patches_go_along(tmp_path: Path) -> None:
+    """transformers' loss is ours, with targets normed or not."""
+    sizes = {"embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2, "decoder_embed_dim": 8, "decoder_depth": 1}
+    images, noise = torch.rand(2, 3, 16, 16), torch.rand(2, 16)
+    for norm_pix in (True, False):
+        model: Any = residua.create_model(
+            "mae_vit", decoder="plain", decoder_num_heads=2, img_size=16, patch_size=4, mask_ratio=0.5,
+            norm_pix=norm_pix, alpha_min=0.6, **sizes,
+        ).eval()  # fmt: skip
+        written = stock.to_vitmae(model, tmp_path, images, repr(str(tmp_path)))
+        scope: dict[str, Any] = {"images": images, "noise": noise}
+        exec(written.snippet, scope)
+        loss, _, mask = model(images, noise)
+        assert torch.equal(scope["out"].mask.bool(), mask.bool())
+        assert mask.float().mean() == 0.5
+        torch.testing.assert_close(scope["out"].loss, loss, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("small_stem", "channels"), [(False, 3), (False, 1), (True, 1)])
+@torch.no_grad()
+def test_stems_of_torchvision(small_stem: bool, channels: int, tmp_path: Path) -> None:
+    sizes = {"img_size": 32, "stages": (1, 1, 1, 1), "block": "bottleneck", "num_classes": 3, "in_chans": channels}
+    model: Any = residua.create_model("resnet", small_stem=small_stem, alpha_min=0.5, **sizes).eval()
+    model.classes = ["a", "b", "c"]
+    images = torch.randn(2, channels, 32, 32)
+    written = stock.to_torchvision(model, tmp_path, images, repr(f"{tmp_path}/model.safetensors"))
+    scope: dict[str, Any] = {"images": images}
+    exec(written.snippet, scope)
+    assert apart(model(images), scope["logits"]) < 1e-5
+    assert bool(written.notes) == small_stem
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["in_chans"], config["small_stem"], config["classes"]) == (channels, small_stem, ["a", "b", "c"])
+
+
 def test_an_autoencoder_of_images_that_are_not_square_is_refused(tmp_path: Path) -> None:
     sizes = {"embed_dim": 8, "depth": 1, "num_heads": 1, "decoder_embed_dim": 8, "decoder_depth": 1}
     for shape in ({"img_size": (16, 24), "patch_size": 8}, {"img_size": 16, "patch_size": (8, 4)}):
