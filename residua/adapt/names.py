@@ -253,12 +253,13 @@ def _load(model: nn.Module, file: Path, name: str) -> None:
     if hasattr(model, "config") and hasattr(type(model), "from_pretrained") and name.startswith("transformers:"):
         return _load_transformers(model, state, file)
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    own = model.state_dict()
-    if adapt is not None and set(state) != set(own):
+    own, head = model.state_dict(), _head(model)
+    shapes = {key: x.shape for key, x in own.items() if not key.startswith(head)}
+    same = set(state) == set(own) and all(state[key].shape == shape for key, shape in shapes.items())
+    if adapt is not None and not same:  # other names, or positions of another image size
         state = adapt(state, model)
     fits = {key: x for key, x in state.items() if key in own and x.shape == own[key].shape}
-    head = _head(model)
-    lacking = [key for key in own if key not in fits and not key.startswith(head)]
+    lacking = [key for key in shapes if key not in fits]
     if lacking:
         some = ", ".join(lacking[:4]) + (", ..." if len(lacking) > 4 else "")
         raise ValueError(f"{file} does not fit {name}: it lacks {some}, or has them in other shapes")

@@ -123,6 +123,26 @@ def test_all_but_the_head_must_be_in_a_file_and_fit(tmp_path: Path) -> None:
     save_file(headless, tmp_path / "w.safetensors")
     found = open_model("timm:test_vit", weights=tmp_path / "w.safetensors").state_dict()
     assert all(torch.equal(found[key], value) for key, value in headless.items())
+    two = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=7).state_dict()  # heads by other names
+    save_file({key: value.contiguous() for key, value in two.items()}, tmp_path / "w.safetensors")
+    found = open_model("timm:deit_tiny_distilled_patch16_224", weights=tmp_path / "w.safetensors").state_dict()
+    assert torch.equal(found["dist_token"], two["dist_token"])
+
+
+@pytest.mark.parametrize("classes", [1000, 0])
+@torch.no_grad()
+def test_weights_of_a_file_at_another_image_size_are_those_that_timm_makes_of_them(
+    classes: int, tmp_path: Path
+) -> None:
+    """Positions are interpolated, whether the file has the head that the model has or none."""
+    torch.manual_seed(0)
+    source, file = timm.create_model("test_vit", num_classes=classes), tmp_path / "w.pth"
+    torch.save(source.state_dict(), file)
+    model: Any = open_model("timm:test_vit", weights=file, img_size=64)
+    overlay = {"file": str(file), "num_classes": classes}
+    theirs = timm.create_model("test_vit", pretrained=True, img_size=64, pretrained_cfg_overlay=overlay).eval()
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(model.forward_features(x), theirs.forward_features(x))
 
 
 def test_a_file_for_transformers_must_fit(tmp_path: Path) -> None:
