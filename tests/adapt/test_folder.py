@@ -39,6 +39,11 @@ CUT = {"crop_size": {"height": 32, "width": 32}}
         ("ConvNextImageProcessor", {"size": {"shortest_edge": 32}, "crop_pct": 0.8}, "center"),
         ("ConvNextImageProcessor", {"size": {"shortest_edge": 384}}, "squash"),
         ("PoolFormerImageProcessor", {"size": {"shortest_edge": 32}, "crop_pct": 0.8, **CUT}, "center"),
+        (
+            "PoolFormerImageProcessor",
+            {"size": {"shortest_edge": 384}, "crop_pct": 0.8, "crop_size": {"height": 384, "width": 384}},
+            "center",
+        ),
         ("LevitImageProcessor", {"size": {"shortest_edge": 32}, **CUT}, "center"),
     ],
 )
@@ -110,6 +115,13 @@ def test_images_are_those_of_timms_transform(mode: str, crop_pct: float) -> None
     assert gap(pre(PHOTO), theirs) < 0.03
 
 
+def test_what_timm_leaves_open_is_timms_default() -> None:
+    pre = folder.from_timm({"crop_pct": None, "crop_mode": None}, (32, 32), 3)
+    expected: Any = timm.data.resolve_data_config({}, pretrained_cfg={"input_size": (3, 32, 32)})
+    assert (pre.crop_pct, pre.crop_mode) == (expected["crop_pct"], expected["crop_mode"])
+    assert (pre.mean, pre.std, pre.interpolation) == tuple(expected[key] for key in ("mean", "std", "interpolation"))
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [({"crop_pct": 1.15}, r"padded \(crop_pct above 1\); taken is no padding"),
@@ -130,6 +142,8 @@ def test_what_cannot_be_done_of_timms_is_told(config: dict[str, Any], told: str)
         ({"size": {"height": 32}, "resample": 1}, "resampling 1"),
         ({"size": {"shortest_edge": 60, "longest_edge": 80}}, "images of any shape"),
         ({"size": {"shortest_edge": 20}, "crop_size": {"height": 16}}, "images of 16 px, and is built for 32 px"),
+        ({"size": 40, "crop_size": 30}, "images of 30 px, and is built for 32 px"),
+        ({"size": {"height": 64, "width": 64}}, "images of 64 px, and is built for 32 px"),
     ],
 )
 def test_what_cannot_be_done_of_transformers_is_told(said: dict[str, Any], told: str) -> None:

@@ -13,7 +13,6 @@ from residua.evaluate.extractor import encoder_extractor, open_extractor, timm_e
 from residua.nn import ViT, create_model
 from residua.train.checkpoint import write_checkpoint
 
-
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
 

@@ -113,7 +113,7 @@ class Part(nn.Module):
 def test_a_torchscript_file_gives_the_same_network(state, file: Path, tmp_path: Path) -> None:
     """Laid out as in the files in use: `layers.mixed_3.tower.conv_1.weight`, `.beta`, `.mean`, `.var`."""
     plain, script = load_inception(file), Part()
-    script.layers = Part()
+    script.layers, script.output = Part(), nn.Linear(3, 2)  # a classifier, which is left out
     for i, name in enumerate(plain.convolutions()):
         part = Part()
         for theirs, ours in (("weight", "conv.weight"), ("beta", "bn.bias"), ("mean", "bn.running_mean")):
