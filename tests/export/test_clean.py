@@ -1,10 +1,14 @@
 """How far two outputs are from each other, and what a check of weights says."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from PIL import Image
 
+from residua.data import Preprocessing, load
 from residua.export import ExportError
-from residua.export.clean import Checked, relative
+from residua.export.clean import Checked, real_images, relative
 
 
 def test_the_difference_is_that_of_the_worst_image_by_its_own_size() -> None:
@@ -32,3 +36,20 @@ def test_many_tensors_are_one_line_and_outputs_one_each() -> None:
     assert few.summary() == {"logits": "1.0e-07 (batch of 1), 2.0e-07 (batch of 7)", "features": "3.0e-07 (batch of 1)"}
     many = Checked({"tokens": {14: 5e-7}} | {f"w{i}": {14: i * 1e-8} for i in range(6)}, {})
     assert many.summary() == {"6 tensors of weights": "5.0e-08", "tokens": "5.0e-07 (batch of 14)"}
+
+
+def test_images_are_called_what_they_are(tmp_path: Path) -> None:
+    """Those for testing where there are some, else those for training."""
+    pre = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "images").mkdir()
+    for i in range(20):
+        Image.new("RGB", (16, 16), (10 * i, 0, 0)).save(tmp_path / "images" / f"{i:02d}.png")
+    for data, kind in (("shapes?n=20&size=16&test=15", "test"), (f"folder:{tmp_path}/images", "training")):
+        (tmp_path / "config.yaml").write_text(f"data: {data}")
+        splits = load(data, img_size=16)
+        images, said = real_images(tmp_path, pre)
+        assert said == f"14 {kind} images of {data}"
+        part = splits.test if kind == "test" else splits.train
+        assert part is not None
+        torch.testing.assert_close(images[[0, -1]], pre([part.read(0, 16), part.read(len(part) - 1, 16)]))

@@ -26,6 +26,7 @@ from residua.train.checkpoint import write_checkpoint
 from residua.train.config import Pretrain
 from residua.train.diffuse_config import Diffuse
 from residua.train.finetune_config import Finetune
+from residua.train.options import trained_on
 
 # ---------------------------------------------------------------- programs and plain weights
 
@@ -290,7 +291,9 @@ def test_a_check_finds_what_is_wrong() -> None:
 
 def test_images_that_are_out_of_reach_are_replaced(runs: Any, tmp_path: Path) -> None:
     pre = residua.load(runs("plain")).preprocessing
+    (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.yaml").write_text("data: folder:/nowhere/at/all")
+    assert trained_on(tmp_path) == "folder:/nowhere/at/all"
     images, where = real_images(tmp_path, pre)
     assert images.shape == (14, 3, 16, 16)
     assert "images of shapes" in where
