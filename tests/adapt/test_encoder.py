@@ -112,12 +112,15 @@ def test_trained_weights_keep_their_branches_and_bring_their_preprocessing(tmp_p
 
     def branch(**options: Any) -> Tensor:
         model: Any = create_model("mae_timm_vit", **made, **options)
+        decoder.append(bool(model.decoder.blocks[0].mlp.fc2.weight.any()))
         return model.encoder.blocks[2].mlp.fc2.weight
 
+    decoder: list[bool] = []
     assert not branch().any()
     assert branch(zero_init=False).any()
     assert branch(decoder="plain").any()
     assert torch.equal(branch(weights=str(tmp_path / "w.pth")), source.blocks[2].mlp.fc2.weight)
+    assert decoder == [False, True, True, False]  # which is never trained before
     assert open_encoder("timm:test_vit", img_size=32).preprocessing is None  # nothing that it was trained with
     found = open_encoder("timm:test_vit", img_size=32, weights=str(tmp_path / "w.pth"))
     assert found.preprocessing.mean == timm.data.resolve_model_data_config(source)["mean"]

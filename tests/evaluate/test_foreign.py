@@ -1,6 +1,7 @@
 """Models of other libraries are read layer by layer, like encoders of our own."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -197,6 +198,28 @@ def test_every_weight_of_a_twin_is_drawn_anew() -> None:
     torch.testing.assert_close(residua.stream(twin).alphas, alphas)
     torch.testing.assert_close(residua.stream(model).alphas, alphas)
     assert all(bool((p == 3).all()) for p in model.parameters())
+
+
+def test_twins_have_branches_and_need_no_files(tmp_path: Path) -> None:
+    """timm lets the last norm of a branch start at zero; a folder that a model came from may be gone."""
+    named: Any = small("timm:test_resnet")
+    assert not all(m.weight.any() for m in named.modules() if isinstance(m, nn.BatchNorm2d))
+    twin: Any = untrained(named)
+    assert all(m.weight.any() for m in twin.modules() if isinstance(m, nn.BatchNorm2d))
+    transformers = pytest.importorskip("transformers")
+    transformers.ViTModel(transformers.ViTConfig(**TINY), add_pooling_layer=False).save_pretrained(tmp_path / "vit")
+    (tmp_path / "vit" / "preprocessor_config.json").write_text('{"size": {"height": 16}}')
+    model: Any = open_model(f"transformers:{tmp_path / 'vit'}")
+    shutil.rmtree(tmp_path / "vit")
+    assert not torch.equal(untrained(model).state_dict()["embeddings.cls_token"], model.embeddings.cls_token)
+
+
+def test_counting_widths_leaves_running_statistics_alone() -> None:
+    model: Any = small("timm:test_resnet").train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    Foreign(model).widths()
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @torch.no_grad()

@@ -117,6 +117,8 @@ def test_scoring_leaves_chance_as_it_was() -> None:
     net = Chance(3, 3)
     torch.manual_seed(0)
     expected = torch.rand(3)
-    torch.manual_seed(0)
-    score(source(9, 1), source(9, 2), extractor=Extractor("noisy", net))
-    assert torch.equal(torch.rand(3), expected)
+    batches = [torch.from_numpy(source(9, 1).images).permute(0, 3, 1, 2)]
+    for samples in (source(9, 1), batches):
+        torch.manual_seed(0)
+        score(samples, source(9, 2), extractor=Extractor("noisy", net))
+        assert torch.equal(torch.rand(3), expected)

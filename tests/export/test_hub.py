@@ -1,5 +1,6 @@
 """What a model card says of networks, scores and places, and what a folder holds where a library has no place."""
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 import yaml
 from helpers import small_vit
+from safetensors.torch import load_file
 
 import residua
 from residua.cli import main
@@ -128,3 +130,42 @@ def test_the_step_of_a_run_goes_along(tmp_path: Path) -> None:
     assert [step.name for step in Path("h/checkpoints").iterdir()] == ["step-0001234"]
     (weights,) = Path("h/checkpoints").rglob("model.json")
     assert json.loads(weights.read_text())["step"] == 1234
+
+
+def test_the_model_that_is_given_stays_as_it_is() -> None:
+    """In training, in its own precision; what is written is float32, and computed in evaluation."""
+    model = resnet().double().train()
+    state = copy.deepcopy(model.state_dict())
+    written = export(model, "torchvision", "out").exports[0][0]
+    assert model.training
+    torch.testing.assert_close(model.state_dict(), state, atol=0, rtol=0)
+    kept = load_file("out/model.safetensors").values()
+    assert {value.dtype for value in kept if value.is_floating_point()} == {torch.float32}
+    with torch.no_grad():
+        expected = copy.deepcopy(model).float().eval()(written.given["images"])
+    torch.testing.assert_close(written.wanted["logits"][1], expected)
+
+
+def test_a_card_has_notes_licence_task_and_settings_that_were_given(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "run", 1, small_vit(), {})
+    (tmp_path / "run" / "config.yaml").write_text("data: shapes\nalpha_eff: null\nlr: 0.5\nworkers: 3\n")
+    result = export("run", "hub", "h", license="mit")
+    text = card("h")
+    assert [written.folder for written, _ in result.exports] == [Path("h"), Path("h/transformers")]
+    assert "## Licence\n\n`mit`\n" in text
+    assert yaml.safe_load(text.split("```yaml")[1].split("```")[0]) == {"data": "shapes", "lr": 0.5}
+    tiny = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    model: Any = residua.create_model("sit", **tiny, in_chans=3)
+    model.preprocessing = Preprocessing((8, 8), (0.5,) * 3, (0.5,) * 3)
+    export(model, "hub", "sit")
+    assert yaml.safe_load(card("sit").split("---")[1])["tags"] == ["residua", "image-generation"]
+    assert "## Licence\n\nNot stated.\n" in card("sit")
+    unnormed = residua.create_model(**small_vit().config | {"final_norm": False})
+    noted = [note for written, _ in export(unnormed, "hub", "noted").exports for note in written.notes]
+    assert noted
+    assert all(hub._sentence(note) in card("noted") for note in noted)
+
+
+def test_a_note_on_preprocessing_is_for_targets_that_need_one() -> None:
+    assert export(small_vit(), "safetensors", "own").notes == ()
+    assert len(export(small_vit(), "timm", "timm").notes) == 1
