@@ -200,10 +200,48 @@ def test_what_cannot_be_is_refused() -> None:
         evaluate_diffusion(network(), "digits")
     with pytest.raises(ValueError, match="do not exist"):
         evaluate_diffusion(network(), DATA, layers=[3])
+    with pytest.raises(ValueError, match="unknown probe protocol 'nothing'; there are"):
+        evaluate_diffusion(network(), DATA, probe="nothing")  # type: ignore[arg-type]
+    alike = ArraySource(
+        "alike", "train", np.zeros((8, 16, 16, 3), np.uint8), classes=["a"], labels=np.zeros(8, np.int64)
+    )
+    with pytest.raises(DataError, match="alike has no labels of two classes or more"):
+        evaluate_diffusion(network(), Splits("alike", alike, alike), probe=None, times=(0.1,), baselines=False)
     lost = network()
     lost.process = None
     with pytest.raises(ValueError, match="lacks a process"):
         evaluate_diffusion(lost, DATA)
+
+
+def test_votes_that_cannot_be_are_refused_before_the_work() -> None:
+    model = network()
+    model.forward_features = lambda *_, **__: pytest.fail("work was done")
+    with pytest.raises(ValueError, match=r"k must be"):
+        evaluate_diffusion(model, DATA, k=0)
+    with pytest.raises(ValueError, match="temperature must be"):
+        evaluate_diffusion(model, DATA, temperature=0.0)
+
+
+def test_a_model_in_a_launchers_wrapping_is_scored_where_the_launcher_says() -> None:
+    class Launcher:
+        device = torch.device("cpu")
+
+        def unwrap_model(self, model: Any) -> Any:
+            return model.module
+
+    options: dict[str, Any] = {"probe": None, "times": (0.1,), "baselines": False}
+    wrapped = torch.nn.DataParallel(network())
+    found = evaluate_diffusion(wrapped, DATA, accelerator=Launcher(), **options)
+    assert found.scores == evaluate_diffusion(network(), DATA, **options).scores
+
+
+def test_a_probe_that_diverged_is_not_the_best() -> None:
+    report = Report("d", "t=0.1, t=0.2", [0, 1], (16, 16), 10, 10, "test split", 0)
+    for layer, level, value in ((0, "t=0.1", float("nan")), (1, "t=0.1", 30.0), (1, "t=0.2", 40.0)):
+        report.scores.append(Score("linear probe", "model", layer, value, "%", {"readout": level}))
+    assert best(report) == (1, "t=0.2")
+    with pytest.raises(KeyError, match="no 'kNN' in this report"):
+        best(report, "kNN")
 
 
 def test_the_command_writes_tables_figure_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
