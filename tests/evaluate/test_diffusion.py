@@ -156,6 +156,7 @@ def test_layer_and_noise_are_chosen_on_held_out_training_images() -> None:
     assert report.value("linear probe") == table[best(report)[0]][best(report)[1]]
     subjects = {s.subject for s in report.scores}
     assert subjects == {"model", "random init", "pixels"}
+    assert {s.layer for s in report.scores if s.subject == "random init"} == {2}  # the last stands for all
     assert grid_table(report).row_count == grid_table(report, "kNN").row_count == 5
     json.loads(report.to_json())
 
@@ -170,6 +171,10 @@ def test_a_table_of_ranks_marks_nothing() -> None:
     assert cells[1][-1] == f"{report.value('entropy rank', 'pixels'):.2f}"
     assert str(table.title).startswith("entropy rank, nats")
     assert table.caption == "of the test images; mean of patch tokens"
+    half = evaluate_diffusion(network(), DATA, probe=None, times=(0.9,), rank=True, baselines=False, bf16=True)
+    rank, same = grid(half, "entropy rank")[2]["t=0.9"], ranks[2]["t=0.9"]
+    assert rank != same
+    assert rank == pytest.approx(same, rel=0.02)
 
 
 def test_a_little_noise_costs_less_than_much() -> None:

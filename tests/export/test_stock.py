@@ -255,6 +255,24 @@ def test_the_autoencoders_loss_and_share_of_hidden_patches_go_along(tmp_path: Pa
         torch.testing.assert_close(scope["out"].loss, loss, atol=1e-4, rtol=1e-4)
 
 
+@torch.no_grad()
+def test_names_of_classes_go_along(tmp_path: Path) -> None:
+    """Where there are none, transformers gets the ones that it would give itself."""
+    import timm
+    from transformers import AutoConfig, ViTConfig
+
+    encoder = residua.create_model(**small_vit().config | {"final_norm": False})
+    model: Any = Classifier(encoder, 3, "cls").eval()
+    images = torch.randn(2, 3, 16, 16)
+    stock.to_transformers(model, tmp_path, images, "")
+    assert AutoConfig.from_pretrained(tmp_path).id2label == ViTConfig(num_labels=3).id2label
+    model.classes = ["cat", "dog", "fish"]
+    stock.to_transformers(model, tmp_path, images, "")
+    assert AutoConfig.from_pretrained(tmp_path).label2id == {"cat": 0, "dog": 1, "fish": 2}
+    stock.to_timm(model, tmp_path, images, "")
+    assert timm.create_model(f"local-dir:{tmp_path}").pretrained_cfg["label_names"] == model.classes
+
+
 @pytest.mark.parametrize(("small_stem", "channels"), [(False, 3), (False, 1), (True, 1)])
 @torch.no_grad()
 def test_stems_of_torchvision(small_stem: bool, channels: int, tmp_path: Path) -> None:
