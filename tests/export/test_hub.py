@@ -47,6 +47,13 @@ def test_the_shortcuts_of_a_card(shortcuts: dict[str, Any], said: str) -> None:
     assert re.search(said, hub._shortcuts(model))
 
 
+@pytest.mark.parametrize("decoder", ["plain", "ushape"])
+def test_the_network_of_a_card(decoder: Any) -> None:
+    model = residua.create_model("mae_vit_nano", img_size=16, patch_size=4, decoder=decoder)
+    count = sum(p.numel() for p in model.parameters()) / 1e6
+    assert hub._kind(model) == f"Network: masked autoencoder, {decoder} decoder ({count:.3g} M parameters)"
+
+
 @pytest.mark.parametrize(("top5", "said"), [(90.0, ", top-5 90.0 %"), (float("nan"), ""), (None, "")])
 def test_the_card_has_the_scores_of_fine_tuning(tmp_path: Path, top5: float | None, said: str) -> None:
     scores = {"accuracy": 61.25, "interval": [58.0, 64.0], "top5": top5, "n_test": 1200, "test": "test split"}
