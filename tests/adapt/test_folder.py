@@ -116,7 +116,9 @@ def test_images_are_those_of_timms_transform(mode: str, crop_pct: float) -> None
 
 
 def test_what_timm_leaves_open_is_timms_default() -> None:
-    pre = folder.from_timm({"crop_pct": None, "crop_mode": None}, (32, 32), 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing was asked for in vain
+        pre = folder.from_timm({"crop_pct": None, "crop_mode": None}, (32, 32), 3)
     expected: Any = timm.data.resolve_data_config({}, pretrained_cfg={"input_size": (3, 32, 32)})
     assert (pre.crop_pct, pre.crop_mode) == (expected["crop_pct"], expected["crop_mode"])
     assert (pre.mean, pre.std, pre.interpolation) == tuple(expected[key] for key in ("mean", "std", "interpolation"))
