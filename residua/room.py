@@ -72,7 +72,7 @@ def _groups(controller: str) -> Iterator[Path]:
     A container may see its own group as the root, so all folders up to there are asked.
     """
     try:
-        lines = _MEMBERSHIP.read_text().splitlines()
+        lines = _MEMBERSHIP.read_text("utf-8").splitlines()
     except OSError:  # not Linux
         return
     for line in lines:
@@ -94,7 +94,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 def _reclaimable(stat: Path) -> int:
     """Bytes that count as taken but hold copies of files, which give way when memory is wanted."""
-    rows = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
+    rows = dict(line.split() for line in stat.read_text("utf-8").splitlines()) if stat.exists() else {}
     whole = "total_" if "total_active_file" in rows else ""  # the first version has its groups inside apart
     return sum(int(rows.get(f"{whole}{kind}_file", 0)) for kind in ("active", "inactive"))
 
@@ -110,7 +110,7 @@ def _quotas() -> Iterator[int]:
 def _numbers(file: Path) -> list[int]:
     """Those of a line; none where there is no such file, or no limit ("max", -1)."""
     try:
-        words = file.read_text().split()
+        words = file.read_text("utf-8").split()
     except OSError:
         return []
     return [int(word) for word in words] if all(word.isdigit() for word in words) else []

@@ -163,7 +163,7 @@ def norms_of(vit: Any, last: nn.Module) -> list[Any]:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text()) if file.exists() else {}
+        found = json.loads(file.read_text("utf-8")) if file.exists() else {}
     except ValueError as error:
         raise ValueError(f"{file} is no JSON: {error}") from None
     if not isinstance(found, dict):

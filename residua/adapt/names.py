@@ -229,10 +229,10 @@ def _diffusers(diffusers: Any, name: str, published: bool, **options: Any) -> nn
 
     def config() -> dict[str, Any]:
         if local:
-            return json.loads((folder / "config.json").read_text())
+            return json.loads((folder / "config.json").read_text("utf-8"))
         from huggingface_hub import hf_hub_download
 
-        return json.loads(Path(hf_hub_download(name, "config.json", subfolder="transformer")).read_text())
+        return json.loads(Path(hf_hub_download(name, "config.json", subfolder="transformer")).read_text("utf-8"))
 
     described = config() if local else _published(f"diffusers:{name}", config)
     cls = getattr(diffusers, described.get("_class_name", ""), None)

@@ -191,7 +191,7 @@ def _check_folder(case: Case, home: Path) -> bool:
             raise ValueError(f"{home} is no network of a counterfactual: choose another --out")
         home.mkdir(parents=True, exist_ok=True)
         write_text(written, json.dumps(asked, indent=1))
-    saved = json.loads(written.read_text())
+    saved = json.loads(written.read_text("utf-8"))
     for name in asked.keys() | saved.keys():
         before, now = saved.get(name), asked.get(name)
         if before != now:
@@ -207,10 +207,10 @@ def _measure(
         begun = (home / "config.yaml").exists()
         options = settings | MACHINE | {"out": str(home), "resume": begun, "cpu": device == "cpu"}
         finetune(options.pop("model"), options.pop("data"), **options)
-    accuracy = json.loads((home / "finetune.json").read_text())["accuracy"]
+    accuracy = json.loads((home / "finetune.json").read_text("utf-8"))["accuracy"]
     asked = {"split": split, **asdict(replace(look, per_class=1))}
     cache = home / "laws.json"
-    known = json.loads(cache.read_text()) if cache.exists() else {}
+    known = json.loads(cache.read_text("utf-8")) if cache.exists() else {}
     laws = known.get("laws", {}) if known.get("look") == asked else {}
     reused = there and set(gauges) <= set(laws)
     missing = [gauge for gauge in gauges if gauge not in laws]

@@ -245,7 +245,7 @@ def checksum(x: np.ndarray) -> str:
 
 def _load_pass(folder: Path, columns: Sequence[Column], views: int) -> tuple[Tensor, dict[Column, Tensor]]:
     """What a pass has of the columns, checked; ValueError where it is not what was written."""
-    about = json.loads((folder / "about.json").read_text())
+    about = json.loads((folder / "about.json").read_text("utf-8"))
     rows, shapes, sums = about["rows"], about["columns"], about["checksums"]
     there = [c for c in columns if _name(c) in shapes and shapes[_name(c)][0] > views]
     if not there:
@@ -270,7 +270,7 @@ def _checked(path: Path, shape: list[int], expected: str, mapped: bool = True) -
 def _covered(folder: Path, columns: dict[str, list[int]]) -> bool:
     """Whether a newer pass has all columns of this one, with as many views."""
     try:
-        own = json.loads((folder / "about.json").read_text())["columns"]
+        own = json.loads((folder / "about.json").read_text("utf-8"))["columns"]
     except (OSError, ValueError, KeyError):
         return False
     return all(name in columns and columns[name][0] >= shape[0] for name, shape in own.items())

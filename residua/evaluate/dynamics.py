@@ -250,7 +250,7 @@ class _Kept:
         settings = {"format": _FORMAT, **settings}
         unasked = {"images": None} if settings["images"] is None else {}
         try:
-            content = json.loads((run / "dynamics.json").read_text())
+            content = json.loads((run / "dynamics.json").read_text("utf-8"))
             if content["settings"] | unasked != settings:
                 return cls(run, settings)
             rows = {int(step): entry for step, entry in content["checkpoints"].items()}

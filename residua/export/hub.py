@@ -83,7 +83,7 @@ def write_card(
         kept = {key: _short(value) for key, value in settings.items() if key not in ORCHESTRATION and value is not None}
         lines += ["## Training", "", "```yaml", yaml.safe_dump(kept, sort_keys=False).strip(), "```", ""]
     lines += ["## Licence", "", "Not stated." if license == "unknown" else f"`{license}`", ""]
-    (out / "README.md").write_text("\n".join(lines))
+    (out / "README.md").write_text("\n".join(lines), "utf-8")
 
 
 def check_name(name: str) -> None:
@@ -143,14 +143,14 @@ def _scores(run: Path | None) -> list[str]:
     """Tables of the run's evaluation files."""
     lines: list[str] = []
     if run is not None and (run / "evaluation.json").exists():
-        report = Report.from_dict(json.loads((run / "evaluation.json").read_text()))
+        report = Report.from_dict(json.loads((run / "evaluation.json").read_text("utf-8")))
         own = [s for s in report.scores if s.subject == MODEL]
         counted = f"{report.n_train:,} training and {report.n_test:,} test images ({report.test})"
         lines += [f"Frozen features, {_short(report.data)}, {counted}, read-out {report.readout}:", ""]
         lines += ["| score | read-out | layer | value |", "|---|---|---|---|"]
         lines += [f"| {s.name} | {s.settings.get('readout', report.readout)} | {s.layer} | {s} |" for s in own]
     if run is not None and (run / "finetune.json").exists():
-        r = json.loads((run / "finetune.json").read_text())
+        r = json.loads((run / "finetune.json").read_text("utf-8"))
         low, high = r["interval"]
         five = f", top-5 {r['top5']:.1f} %" if r["top5"] is not None and not math.isnan(r["top5"]) else ""
         lines += ["", f"Fine-tuned: top-1 {r['accuracy']:.1f} % (95 %: {low:.1f} to {high:.1f}){five} of "

@@ -109,7 +109,7 @@ def scores_of(run: Path) -> Scores:
         found = {name: (own[MODEL].value, own[MODEL].unit) for name, own in headline(report).items() if MODEL in own}
     records = read_metrics(run)
     if (run / "score.json").exists():
-        scored = json.loads((run / "score.json").read_text())
+        scored = json.loads((run / "score.json").read_text("utf-8"))
         count = f"{scored['samples']['images']:,}"
         found |= {f"{name} ({count} samples)": (own["value"], "") for name, own in scored["scores"].items()}
     else:
@@ -125,7 +125,7 @@ def scores_of(run: Path) -> Scores:
 
 def _report(run: Path) -> Report | None:
     path = run / "evaluation.json"
-    return Report.from_dict(json.loads(path.read_text())) if path.exists() else read_run(run).evaluation
+    return Report.from_dict(json.loads(path.read_text("utf-8"))) if path.exists() else read_run(run).evaluation
 
 
 def images_seen(run: Path) -> int | None:
@@ -325,7 +325,7 @@ def _row(s: Summary) -> dict[str, Any]:
 def read_summary(path: Path) -> list[Summary]:
     """From a summary.json."""
     found = []
-    for row in json.loads(path.read_text()):
+    for row in json.loads(path.read_text("utf-8")):
         mean, ci95, to_baseline, spread = (
             _number(row.get(k)) for k in ("mean", "ci95", "difference", "difference_ci95")
         )

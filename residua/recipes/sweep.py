@@ -56,7 +56,7 @@ class Stage:
         """Whether the product is there; one that cannot be read, or is of a run half-way, is made again."""
         try:
             whole = not self.trains or trained(self.product.parent)
-            return whole and isinstance(json.loads(self.product.read_text()), dict)
+            return whole and isinstance(json.loads(self.product.read_text("utf-8")), dict)
         except (OSError, ValueError):
             return False
 
@@ -179,7 +179,7 @@ def _stored(folder: Path) -> Sweep | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text("utf-8"))
         rows = content.pop("trials")
         sweep = Sweep(folder, **content)
         for row in rows:
@@ -406,6 +406,6 @@ def program() -> list[str]:
 
 def _last_line(log: Path) -> str:
     """What a run printed last that has words in it; of a box that a parser draws, the words."""
-    lines = [line.strip(" │|") for line in log.read_text(errors="replace").splitlines()]
+    lines = [line.strip(" │|") for line in log.read_text("utf-8", "replace").splitlines()]
     lines = [line for line in lines if any(c.isalnum() for c in line)]
     return lines[-1][:300] if lines else "nothing"

@@ -40,6 +40,6 @@ def tuned(sweep: Sweep, name: str, values: Sequence[str]) -> dict[str, float]:
 
 def held_out(run: Path) -> float:
     """Accuracy of the probe that a run chose, on the training images held out to choose it; NaN without labels."""
-    probes = json.loads((run / "evaluation.json").read_text()).get("probes", {})
+    probes = json.loads((run / "evaluation.json").read_text("utf-8")).get("probes", {})
     best = probes.get(MODEL, {}).get("best", {}).get("held_out")
     return math.nan if best is None else float(best)

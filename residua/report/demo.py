@@ -127,7 +127,7 @@ def _autoencoder(run: Path) -> MAE:
 
 
 def _evaluation(run: Path) -> Report:
-    return Report.from_dict(json.loads((run / "evaluation.json").read_text()))
+    return Report.from_dict(json.loads((run / "evaluation.json").read_text("utf-8")))
 
 
 # ---------------------------------------------------------------- what is shown

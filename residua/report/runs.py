@@ -77,7 +77,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
 
 def _read_evaluation(path: Path, name: str) -> Run:
     try:
-        return Run(name, path, None, [], {}, Report.from_dict(json.loads(path.read_text())))
+        return Run(name, path, None, [], {}, Report.from_dict(json.loads(path.read_text("utf-8"))))
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise NotARun(
             f"{path} is neither a run's folder nor scores that residua evaluate --out wrote ({error})"
@@ -220,7 +220,7 @@ def _rank(score: Score) -> tuple[bool, int]:
 def _json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text("utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} holds {type(content).__name__}, expected an object")
     return content

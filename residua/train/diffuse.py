@@ -265,7 +265,7 @@ def _check_begun(model: Any, run: Path) -> None:
     saved = checkpoints(run)
     if not saved:
         return
-    before, space = json.loads((saved[-1] / "model.json").read_text()), getattr(model, "autoencoder", None)
+    before, space = json.loads((saved[-1] / "model.json").read_text("utf-8")), getattr(model, "autoencoder", None)
     known = before.get("autoencoder")
     remedy = "put back what was there, or start a new run with another --out"
     if space and (not known or replace(space, name=known["name"]).to_dict() != known):

@@ -31,7 +31,7 @@ def replace_metrics(run: Path, record: Record) -> None:
 
 
 def _append(path: Path, line: str) -> None:
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(line)
 
 

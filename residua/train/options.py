@@ -171,7 +171,7 @@ class Config:
 def read_flat(path: Path, groups: set[str] | None = None) -> dict[str, Any]:
     """The settings in a YAML file by their plain names; without `groups`, of any kind of run."""
     try:
-        content = yaml.safe_load(path.read_text()) or {}
+        content = yaml.safe_load(path.read_text("utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         raise ValueError(f"{path}{f', line {mark.line + 1},' if mark else ''} is no YAML: {problem}") from None
@@ -229,7 +229,7 @@ def check_place(model: str | Path, spec: str, remedy: str = "give --data, or cal
     if kind not in ("folder", "parquet", "imagenet") or run is None or path.is_absolute() or path.exists():
         return
     try:
-        cwd = json.loads((run / "environment.json").read_text())["cwd"]
+        cwd = json.loads((run / "environment.json").read_text("utf-8"))["cwd"]
     except (OSError, ValueError, KeyError, TypeError):  # of a run that does not say
         return
     raise ValueError(
