@@ -99,3 +99,9 @@ def losses(record: str, first: int, last: int) -> float:
 def points(text: str) -> str:
     """Its numbers that have a point and are no alpha_min with a colon behind it."""
     return " ".join(re.findall(r"(?<![\d.])\d+\.\d+(?![\d:])", text))
+
+
+def last_block(record: str, metric: str) -> float:
+    own = (metric, "model", LAST)
+    found = read(f"{record}/evaluation.json")["scores"]
+    return next(s["value"] for s in found if (s["metric"], s["subject"], s["layer"]) == own)

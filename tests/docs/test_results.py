@@ -1,4 +1,4 @@
-"""Numbers in tables of the documents, and on the front page, are those of docs/records."""
+"""Tables of results.md, and the demo's of the front page, are of docs/records."""
 
 import re
 from itertools import chain
@@ -6,11 +6,11 @@ from statistics import fmean
 
 import pytest
 
-from residua import alphas, recipes
+from residua import alphas
 from residua.report.along import as_dynamics
 from residua.report.runs import read_runs, while_training
 from residua.train import Pretrain
-from residua.train.options import auto_alpha
+from residua.train.options import read_flat
 
 from .records import (
     KNN,
@@ -24,6 +24,9 @@ from .records import (
     best,
     difference,
     last_loss,
+    losses,
+    points,
+    read,
     report,
     said,
     scores,
@@ -42,58 +45,6 @@ def test_demo(page):
         agree(probe[column], report(f"demo-{name}")["probes"][subject]["accuracy"])
         agree(knn[column], own[KNN, last])
         agree(rank[column], own[RANK, last])
-
-
-def test_front_page_and_recipe():
-    """Of what they say in a sentence, the numbers with a point."""
-
-    def means(*lengths: str, metric: str) -> list[float]:
-        """With fading, without; of every length."""
-        names = [f"{length}-xavier-alpha-{alpha}" for length in lengths for alpha in ("0.7", "1.0")]
-        return [fmean(scores(run)[metric, LAST] for run in seeds(name)) for name in names]
-
-    probes, knns = (means("22k", "50k", metric=metric) for metric in (PROBE, KNN))
-    expected = [value for pair in zip(probes, knns) for value in pair]
-    agree(" ".join(re.findall(r"\d+\.\d", recipes.get("mae-tiny-imagenet").expect)), *expected)
-    text = said("../README.md", "after 22,000 steps a probe", "Whether fading")
-    plain, faded = ([scores(run)[PROBE, LAST] for run in seeds(f"22k-xavier-alpha-{a}")] for a in ("1.0", "0.7"))
-    first = (fmean(faded), 0.7, fmean(plain), *difference(plain, faded))
-    plain, faded = ([scores(run)[PROBE, LAST] for run in seeds(f"50k-xavier-alpha-{a}")] for a in ("1.0", "0.7"))
-    second = (*means("50k", metric=PROBE), *difference(plain, faded)[1:])
-    others = (*second, *means("86k", metric=PROBE), *means("22k", "50k", "86k", metric=KNN))
-    agree(" ".join(re.findall(r"\d+\.\d", text)), *first, *others)
-
-
-def test_gain_by_the_length_of_the_run():
-    rows = table("choosing-alpha.md", "| steps of 256 images | 5,000 |")
-    lengths = {"5k": 5000, "10k": 10000, "22k": 21875, "50k": 50000, "86k": 100000}
-    for column, (length, steps) in enumerate(lengths.items(), 1):
-        alpha, count, *cells = (row[column] for row in rows)
-        agree(alpha, auto_alpha(steps, depth=12, zero_init=False))
-        for metric, (plain, faded, gain) in ((PROBE, cells[:3]), (KNN, cells[3:])):
-            runs = (seeds(f"{length}-xavier-alpha-{value}") for value in ("1.0", alpha))
-            ones, others = ([scores(run)[metric, LAST] for run in own] for own in runs)
-            agree(count, len(ones))
-            agree(plain, fmean(ones))
-            agree(faded, fmean(others))
-            agree(gain, *difference(ones, others))
-
-
-GAINS = "| alpha_min | 5,500 | 10,900 | 16,400 | 21,900 |"
-
-
-@pytest.mark.parametrize(("start", "names"), [
-    (f"{GAINS} 5,000 (p)", ("22k-alpha-0.9", "22k-alpha-0.8", "", "", "22k-anneal-0.7")),
-    (f"{GAINS} kNN", ("22k-xavier-alpha-0.8", "22k-xavier-alpha-0.7", "22k-xavier-alpha-0.6")),
-])  # fmt: skip
-def test_gains_along_training(start, names):
-    for row, name in zip(table("choosing-alpha.md", start), names, strict=True):
-        pairs = [(run, re.sub("(alpha|anneal)-0..", "alpha-1.0", run)) for run in seeds(name)]
-        for metric, cells in ((PROBE, row[1:5]), (KNN, row[5:9] if "kNN" in start else [])):
-            gains = [[b - a for b, a in zip(along(run, metric), along(plain, metric))] for run, plain in pairs]
-            ends = [scores(run)[metric, LAST] - scores(plain)[metric, LAST] for run, plain in pairs]
-            for cell, each in zip(cells, [*zip(*gains), ends] if pairs else []):
-                agree(cell, fmean(each))
 
 
 def test_runs_from_zero():
@@ -214,3 +165,78 @@ def test_rank_and_probe_along_training():
                 if (length, i) != ("22k", 0):
                     assert all((y < x) == (metric == RANK) for x, y in zip(a, b))  # lower rank, better probe
     assert not list(rows)
+
+
+def test_records_are_of_what_their_names_say():
+    runs = sorted(path.parent for path in RECORDS.glob("**/metrics.jsonl"))
+    for run in runs:
+        settings, name = read_flat(run / "config.yaml"), run.name
+        said = dict(re.findall(r"(alpha|anneal|seed|lr|zero|blocks)-(True|False|[\de.-]+\d|\d)", name))
+        own = {
+            "alpha": settings["alpha_min"], "anneal": settings["alpha_min"], "seed": settings["seed"],
+            "lr": settings["lr"], "zero": settings.get("zero_init"), "blocks": sum(settings.get("stages") or ()),
+        }  # fmt: skip
+        for key, value in said.items():
+            assert own[key] == (value == "True" if key == "zero" else float(value)), (name, key)
+        if name.startswith("tiny-imagenet-22k"):
+            assert settings["zero_init"] == ("xavier" not in name), name
+            assert (settings["steps"], settings["batch_size"]) == (21875, 256), name
+            assert settings["lr"] == (0.0006 if "lr-6e-4" in name else 0.0003), name
+
+
+def test_further_measures():
+    names = (
+        "participation ratio", "stable rank", "alpha-ReQ", "LiDAR", "class separation", "variance ratio", "silhouette",
+    )  # fmt: skip
+    for (_, *cells), name in zip(table("results.md", "| | alpha_min 0.9 | alpha_min 1 |"), names, strict=True):
+        for cell, alpha in zip(cells, ("0.9", "1.0"), strict=True):
+            agree(cell, read(f"tiny-imagenet-22k-alpha-{alpha}-seed-0/geometry.json")[str(LAST)][name])
+
+
+def test_shapes_by_recipe():
+    found = read("mae-shapes/evaluation.json")
+    own = {(s["subject"], s["metric"]): s["value"] for s in found["scores"] if s["layer"] in (5, -1)}
+    values = [own[subject, m] for subject in ("model", "random init", "pixels") for m in (PROBE, KNN, RANK)]
+    values.insert(4, found["probes"]["random init"]["accuracy"])
+    text = said("results.md", "`records/mae-shapes`): last block,", ". ##").replace("(lbfgs)", "")
+    agree(text, *values)
+
+
+def test_first_steps():
+    norms = read("zero-init/norms.json")
+    for alpha, *cells in table("results.md", "| alpha_min | loss after 400 steps, from zero"):
+        runs = [f"alpha-{alpha}-zero-{zero}" for zero in (True, False)]
+        for cell, run in zip(cells[:2], runs):
+            agree(cell, losses(f"zero-init/{run}", 390, 400))
+        for cell, run in zip(cells[2:], runs):
+            agree(cell, *(norms[run][step][str(LAST)] for step in ("40", "80", "400")))
+
+
+def test_resnets():
+    for alpha, *cells in table("results.md", "| alpha_min | 8 blocks | 12 blocks"):
+        for cell, blocks in zip(cells, (8, 12, 16), strict=True):
+            found = read(f"cifar-resnet/alpha-{alpha}-blocks-{blocks}/finetune.json")
+            agree(cell, found["accuracy"], found["entropy_rank"])
+
+
+def test_papers_tables():
+    """Of what stands beside the paper's numbers, ours."""
+    rows = [row for row in table("results.md", "| of the paper | its numbers") if row[2]]
+    ours = {row[0].partition(",")[0]: points(row[2]) for row in rows}
+
+    def mean(run: str, metric: str = PROBE) -> float:
+        return fmean(scores(own)[metric, LAST] for own in seeds(run))
+
+    lengths = [f"{length}-xavier-alpha-{alpha}" for length in ("22k", "50k", "86k") for alpha in ("1.0", "0.7")]
+    lengths[2:2] = ["22k-xavier-alpha-0.8", "22k-xavier-alpha-0.6"]
+    agree(ours["table 2"], *map(mean, [*lengths, *(f"22k-alpha-{alpha}" for alpha in ("1.0", "0.9", "0.8"))]))
+    names = ("control-branch", "control-both", "alpha-0.7-attn-only", "alpha-0.7-mlp-only", "alpha-0.7", "alpha-1.0")
+    runs = [f"22k-xavier-{name}-seed-0" for name in names]
+    agree(ours["table 3b"], 0.7, *(scores(run)[PROBE, LAST] for run in runs))
+    plain = ("22k-xavier-plain-decoder-seed-0", "22k-xavier-alpha-1.0-seed-0")
+    agree(ours["table 3a"], 1.0, *(scores(run)[PROBE, LAST] for run in plain))
+    diffusion = [f"cifar100-diffusion-8k-alpha-{alpha}-seed-0" for alpha in ("1.0", "0.7")]
+    fids = (read(f"{run}/score.json")["scores"]["FID"]["value"] for run in diffusion)
+    agree(ours["table 4"], *fids, *(read(f"{run}/evaluation.json")["probes"]["model"]["accuracy"] for run in diffusion))
+    resnets = [f"cifar-resnet/alpha-{alpha}-blocks-{n}/finetune.json" for n in (8, 16) for alpha in ("1.0", "0.7")]
+    agree(ours["figure 4"], *(read(run)[key] for key in ("accuracy", "entropy_rank") for run in resnets))
