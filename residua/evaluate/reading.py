@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
@@ -298,7 +299,7 @@ def collect_all(feed: Feed, reader: Reader, view: View) -> tuple[Tensor, dict[An
 @contextmanager
 def frozen(model: nn.Module, device: str | torch.device | None = None) -> Iterator[torch.device]:
     """The model in evaluation mode on `device` (its own by default), put back as it was afterwards."""
-    home = next(model.parameters()).device
+    home = next((x.device for x in chain(model.parameters(), model.buffers())), torch.device("cpu"))
     where = home if device is None else torch.device(device)
     with evaluating(model):
         try:

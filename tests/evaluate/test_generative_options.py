@@ -122,3 +122,15 @@ def test_scoring_leaves_chance_as_it_was() -> None:
         torch.manual_seed(0)
         score(samples, source(9, 2), extractor=Extractor("noisy", net))
         assert torch.equal(torch.rand(3), expected)
+
+
+def test_an_extractor_without_weights() -> None:
+    class Colours(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return images.float().mean((2, 3))
+
+    means = [source(40, seed).images.astype(np.float64).mean((1, 2)) for seed in (1, 2)]
+    (a, b), (p, q) = [x.mean(0) for x in means], [np.cov(x.T) for x in means]
+    expected = ((a - b) ** 2).sum() + np.trace(p + q) - 2 * np.sqrt(np.linalg.eigvals(p @ q).real).sum()
+    found = score(source(40, 1), source(40, 2), extractor=Extractor("colours", Colours())).scores[0].value
+    assert found == pytest.approx(expected, rel=1e-4)
