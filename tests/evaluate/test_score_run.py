@@ -64,7 +64,7 @@ def test_a_run_is_scored_by_its_first_samples(script: Path, tmp_path: Path, caps
         (["--prc", "--k", "4", "--limit", "4"], "need more than 4 images on either side, got 4 samples"),
         (["--reference-limit", "1"], "images of the reference: a covariance needs at least 2 images, got 1"),
         (["-n", "1"], "samples: a covariance needs at least 2 images, got 1"),
-        (["-n", "0"], "0 images"),
+        (["-n", "0"], "n is 0; expected a whole number, at least 1"),
         (["--reference", "stats.npz"], "holds a mean and a covariance of Inception's features"),
         (["--latents", "some/vae"], "this model was trained on pixels: leave --latents out"),
         (["--out", "."], "--out . is a folder"),
