@@ -138,7 +138,7 @@ def by_depth_of_network(out: Path) -> list[Path]:
     for key, metric, unit in (("accuracy", "accuracy", "%"), ("entropy_rank", "entropy rank", "nats")):
         groups: dict[str, list[tuple[float, float]]] = {}
         for file in sorted((RECORDS / "cifar-resnet").glob("*/finetune.json"), reverse=True):
-            _, alpha, _, blocks = file.parent.name.split("-")
+            _, alpha, _, blocks, *_ = file.parent.name.split("-")
             groups.setdefault(f"alpha_min {alpha}", []).append((int(blocks), json.loads(file.read_text())[key]))
         drawn.append(save(size_curves(metric, groups, unit), out / f"cifar-resnet-{slug(metric)}.png"))
     return drawn

@@ -212,11 +212,17 @@ def test_first_steps():
             agree(cell, *(norms[run][step][str(LAST)] for step in ("40", "80", "400")))
 
 
+def resnets(alpha: str, blocks: int) -> list[dict]:
+    """One a seed."""
+    runs = sorted((RECORDS / "cifar-resnet").glob(f"alpha-{alpha}-blocks-{blocks}-seed-*"))
+    return [read(f"cifar-resnet/{run.name}/finetune.json") for run in runs]
+
+
 def test_resnets():
     for alpha, *cells in table("results.md", "| alpha_min | 8 blocks | 12 blocks"):
         for cell, blocks in zip(cells, (8, 12, 16), strict=True):
-            found = read(f"cifar-resnet/alpha-{alpha}-blocks-{blocks}/finetune.json")
-            agree(cell, found["accuracy"], found["entropy_rank"])
+            found = resnets(alpha, blocks)
+            agree(cell, *(run[key] for key in ("accuracy", "entropy_rank") for run in found))
 
 
 def test_papers_tables():
@@ -238,5 +244,5 @@ def test_papers_tables():
     diffusion = [f"cifar100-diffusion-8k-alpha-{alpha}-seed-0" for alpha in ("1.0", "0.7")]
     fids = (read(f"{run}/score.json")["scores"]["FID"]["value"] for run in diffusion)
     agree(ours["table 4"], *fids, *(read(f"{run}/evaluation.json")["probes"]["model"]["accuracy"] for run in diffusion))
-    resnets = [f"cifar-resnet/alpha-{alpha}-blocks-{n}/finetune.json" for n in (8, 16) for alpha in ("1.0", "0.7")]
-    agree(ours["figure 4"], *(read(run)[key] for key in ("accuracy", "entropy_rank") for run in resnets))
+    found = [resnets(alpha, blocks) for blocks in (8, 16) for alpha in ("1.0", "0.7")]
+    agree(ours["figure 4"], *(fmean(run[key] for run in own) for key in ("accuracy", "entropy_rank") for own in found))
