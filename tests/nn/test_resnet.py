@@ -172,3 +172,11 @@ def test_mistakes_name_the_model_and_the_input(tiny: ResNet) -> None:
         tiny(torch.randn(1, 1, 16, 16))
     with pytest.raises(ValueError, match="not recomputed"):
         tiny.set_grad_checkpointing()
+
+
+def test_the_stream_keeps_its_channels_last(tiny: ResNet) -> None:
+    """A step that lays it out anew costs the time that the layout saves."""
+    found = {}
+    tiny.forward_features(torch.randn(2, 3, 16, 16), tap=found.__setitem__)
+    assert len(found) == 1 + len(tiny.steps())
+    assert all(x.is_contiguous(memory_format=torch.channels_last) for x in found.values())
