@@ -12,6 +12,7 @@ from .records import (
     PROBE,
     agree,
     along,
+    best,
     difference,
     last_loss,
     points,
@@ -52,6 +53,12 @@ def test_sentences_on_longer_runs():
     agree(text, *chain.from_iterable(gains(length, metric)[:2] for metric in (PROBE, KNN) for length in ("22k", "50k")))
     text = said("results.md", "over their shorter runs, and", "stay between them")
     agree(text, *(fmean(gains("86k", metric)) for metric in (PROBE, KNN)))
+    assert min(gains("50k", PROBE)) > 5
+    text = said("results.md", "that were run; kNN gets", "of the 8") + said("results.md", "of the 8, and", "after")
+    agree(text, *(fmean(gains(length, KNN)) for length in ("50k", "86k")))
+    _, block, run = max((*best(run, KNN), run) for run in seeds("22k-*"))
+    assert run == "22k-xavier-alpha-0.6-seed-0"
+    agree(said("results.md", "0.6 over 50,000 steps, whose block", "has the best"), block)
     text = said("choosing-alpha.md", "the probe of the ordinary network rises by", "(seeds 0 and 1)")
     both = [[fmean(by_seed(length, alpha, PROBE)[:2]) for length in ("22k", "50k")] for alpha in ("1.0", "0.7")]
     agree(text, *(b - a for a, b in both))
