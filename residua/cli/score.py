@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """How far generated images lie from real ones: FID, KID, precision and recall."""
+    """How far generated images lie from real ones: FID, KID, precision and recall; and their Inception score."""
 
     samples: Positional[str]
     """A folder of images, a .npz or .npy file (uint8, images x height x width x 3), a source of images, or a run of a
     diffusion model, whose samples are made first where they are not there (residua sample has more settings)."""
     reference: str | None = None
-    """The same of real images; or a .npz file of statistics (mu, sigma), for FID alone. Default for a run: the images
-    that it was trained on."""
+    """The same of real images; or a .npz file of statistics (mu, sigma; of sFID mu_s, sigma_s), for FID alone. Default
+    for a run: the images that it was trained on."""
     n: Annotated[int | None, arg(aliases=["-n"])] = None
     """Samples of a run: images 0 to n - 1; default: 10,000."""
     latents: str | None = None
@@ -36,8 +36,11 @@ class ScoreOptions:
     """Kernel distance, mean and deviation over subsets."""
     prc: bool = False
     """Precision and recall by nearest neighbours."""
+    isc: bool = False
+    """Inception score, mean and deviation over ten parts of the samples; alone it needs no reference."""
     extractor: str = "inception"
-    """inception (the one of FID), timm:NAME, a run, or a TorchScript file, which is a program: trust it or leave it."""
+    """inception (the one of FID), inception-spatial (of sFID), timm:NAME, a run, or a TorchScript file, which is a
+    program: trust it or leave it."""
     weights: str | None = None
     """File of weights for inception or timm:NAME; default: downloaded."""
     readout: Literal["tokens", "patches", "cls"] = "tokens"
@@ -97,9 +100,8 @@ def score(args: list[str]) -> None:
         raise ValueError(f"{o.samples} is no run of residua diffuse: -n and --latents are for those, --limit for all")
     where = _out(o.out, samples)
     cache = FeatureCache(o.cache_dir or cache_dir() / "references", note) if o.cache else None
-    asked = {"fid": o.fid, "kid": o.kid, "prc": o.prc}
     result = score(
-        samples, reference, metrics=[m for m, on in asked.items() if on] or ["fid"],  # type: ignore[misc]
+        samples, reference, metrics=_asked(o),  # type: ignore[arg-type]
         extractor=o.extractor, weights=o.weights, readout=o.readout, layer=o.layer, img_size=size,
         split=o.split, reference_split=part, limit=o.limit, reference_limit=o.reference_limit, k=o.k,
         subsets=o.subsets, subset_size=o.subset_size, seed=o.seed, batch_size=o.batch_size, bf16=o.bf16,
@@ -116,15 +118,20 @@ def score(args: list[str]) -> None:
         say(f"written: {result.save(where)}")
 
 
+def _asked(o: ScoreOptions) -> list[str]:
+    asked = {"fid": o.fid, "kid": o.kid, "prc": o.prc, "isc": o.isc}
+    return [metric for metric, on in asked.items() if on] or ["fid"]
+
+
 def _is_run(samples: str) -> bool:
     return (Path(samples).expanduser() / "checkpoints").is_dir()
 
 
-def _reference(o: ScoreOptions) -> str:
-    """The one asked for, or what a run was trained on."""
+def _reference(o: ScoreOptions) -> str | None:
+    """The one asked for, or what a run was trained on; None where no score needs one."""
     from residua.train.options import check_place, trained_on
 
-    if o.reference is not None:
+    if o.reference is not None or _asked(o) == ["isc"]:
         return o.reference
     if not _is_run(o.samples):
         raise ValueError(

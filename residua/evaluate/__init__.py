@@ -13,7 +13,7 @@ from .dynamics import Dynamics, dynamics
 from .embed import embed
 from .features import extract, pixel_features
 from .featureset import Features, FeatureSet
-from .fid import Statistics, frechet_distance, kernel_distance, precision_recall, statistics
+from .fid import Statistics, frechet_distance, inception_score, kernel_distance, precision_recall, statistics
 from .finetune import FinetuneResult, finetune
 from .generative import GenerativeReport, GenerativeScore, score
 from .geometry import class_separation, layer_geometry, model_lidar, silhouette, variance_ratio
@@ -71,6 +71,7 @@ __all__ = [
     "few_shot_knn",
     "finetune",
     "frechet_distance",
+    "inception_score",
     "kernel_distance",
     "knn",
     "knn_by_layer",

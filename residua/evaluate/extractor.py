@@ -3,6 +3,7 @@
 | name | features |
 |---|---|
 | `inception` | the ones of FID and KID, see `residua.evaluate.inception` |
+| `inception-spatial` | the ones of sFID: places of an inner layer instead of their mean over the image |
 | `timm:NAME` | pooled features of a timm model, its published weights or a file's |
 | a run or checkpoint | of an encoder trained here |
 | `FILE.pt` | a TorchScript network on images of 0 to 255, such as NVIDIA's `vgg16.pt` |
@@ -26,9 +27,17 @@ from residua.data import Batch, Preprocessing
 
 from .cache import weights_hash
 from .featureset import Readout
-from .inception import FEATURES, is_scripted_inception, is_torchscript, load_inception, load_torchscript
+from .inception import (
+    FEATURES,
+    SPATIAL_FEATURES,
+    is_scripted_inception,
+    is_torchscript,
+    load_inception,
+    load_torchscript,
+)
 from .reading import EncoderReader, check_readout, resolve_layers
 
+SPATIAL = "inception-spatial"
 GREY = (0.299, 0.587, 0.114)
 """What the colours of an image weigh where a network sees one channel."""
 
@@ -40,12 +49,17 @@ class Extractor:
     name: str
     module: nn.Module
     """uint8 images (B, 3, H, W) -> features (B, D)."""
-    inception: bool = False
-    """Whether distances in its features are FID and KID."""
+    frechet: str = "Frechet distance"
+    """What the Frechet distance in its features is called."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """What the features depend on beside the weights: input size, layer, ..."""
     notes: tuple[str, ...] = ()
     """What a reader of its scores should know."""
+
+    @property
+    def inception(self) -> bool:
+        """Whether distances in its features are FID and KID."""
+        return self.frechet == "FID"
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -59,30 +73,34 @@ def open_extractor(
     name: str = "inception", weights: str | Path | None = None, *, readout: Readout = "tokens", layer: int = -1
 ) -> Extractor:
     """By name, as the table above has it; `readout` and `layer` are of an encoder trained here."""
-    if name == "inception":
-        return inception_extractor(weights)
+    if name in ("inception", SPATIAL):
+        return inception_extractor(weights, spatial=name == SPATIAL)
     if name.startswith("timm:"):
         return timm_extractor(name.removeprefix("timm:"), weights)
     if weights is not None:
-        raise ValueError(f"--weights is for inception and timm:NAME; {name} brings its own")
+        raise ValueError(f"--weights is for inception, {SPATIAL} and timm:NAME; {name} brings its own")
     path = Path(name).expanduser()
     if path.is_file() and is_torchscript(path):
         return script_extractor(path)
     if not path.exists():
-        raise ValueError(f"there is no extractor {name!r}: give inception, timm:NAME, a run, or a TorchScript file")
+        raise ValueError(
+            f"there is no extractor {name!r}: give inception, {SPATIAL}, timm:NAME, a run, or a TorchScript file"
+        )
     from residua.train.checkpoint import load
 
     return encoder_extractor(load(path), name, readout=readout, layer=layer)
 
 
-def inception_extractor(weights: str | Path | None = None) -> Extractor:
-    """The one of FID."""
-    model = load_inception(weights)
-    about = {"input": "TensorFlow 1 bilinear to 299 px", "features": FEATURES}
+def inception_extractor(weights: str | Path | None = None, *, spatial: bool = False) -> Extractor:
+    """The one of FID, or with `spatial` of sFID."""
+    model = load_inception(weights, spatial)
+    about = {"input": "TensorFlow 1 bilinear to 299 px", "features": SPATIAL_FEATURES if spatial else FEATURES}
+    where = " at mixed_6/conv" if spatial else ""
     if model.published:
-        return Extractor("Inception 2015-12-05", model, True, about)
+        return Extractor(f"Inception 2015-12-05{where}", model, "sFID" if spatial else "FID", about)
     warning = f"{weights} does not hold the weights of 2015-12-05: this distance is comparable with no published FID"
-    return Extractor(f"Inception with weights {Path(str(weights)).name}", model, False, about, (warning,))
+    name = f"Inception with weights {Path(str(weights)).name}{where}"
+    return Extractor(name, model, about=about, notes=(warning,))
 
 
 def script_extractor(path: Path) -> Extractor:

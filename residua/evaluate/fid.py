@@ -1,7 +1,7 @@
 """Distances between two sets of features, as generated images are scored by them. All in float64.
 
 Which features makes the name: in those of Inception (`residua.evaluate.inception`) the Frechet distance is FID and the
-kernel distance KID.
+kernel distance KID. The Inception score is of one set alone, by its classes.
 """
 
 from __future__ import annotations
@@ -171,6 +171,32 @@ def precision_recall(
     center = y.double().mean(0)
     x, y = ((part.double() - center).to(where) for part in (x, y))
     return PrecisionRecall(_inside(x, y, _radii(y, k)), _inside(y, x, _radii(x, k)))
+
+
+class InceptionScore(NamedTuple):
+    """Mean and standard deviation over parts of the samples."""
+
+    mean: float
+    std: float
+
+
+def inception_score(logits: Any, *, parts: int = 10, seed: int = 0) -> InceptionScore:
+    """`exp E_x KL(p(y | x) || p(y))` of a classifier's logits (N, classes), over parts of samples in mixed order.
+
+    From 1, where every sample is classified alike, to the number of classes. Salimans et al. 2016, whose parts are ten.
+    """
+    x = as_matrix(logits, "logits")
+    if not 1 <= parts <= len(x):
+        raise ValueError(f"{parts} parts of {len(x):,} samples: every part needs one")
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(x)))
+    values = np.array([_variety(x[rows].double().log_softmax(1)) for rows in order.tensor_split(parts)])
+    return InceptionScore(float(values.mean()), float(values.std()))
+
+
+def _variety(log_p: Tensor) -> float:
+    """exp of the mean divergence of rows from their mean."""
+    log_q = log_p.logsumexp(0) - math.log(len(log_p))
+    return math.exp(float((log_p.exp() * (log_p - log_q)).sum(1).mean()))
 
 
 def check_neighbors(k: int, samples: int, reference: int) -> None:

@@ -1,4 +1,5 @@
-"""Scores of generated images against real ones: FID, KID, precision and recall, in any network's features.
+"""Scores of generated images against real ones: FID, KID, precision and recall, in any network's features; and the
+Inception score, of the generated ones alone.
 
 result = score("folder:samples", "cifar100", metrics=("fid", "kid", "prc"))
 result = score(residua.sample(model, 5000), "cifar100")
@@ -26,15 +27,18 @@ from residua.data.feed import OnBadImage, Progress
 from residua.files import write_text
 
 from .distributed import world
-from .extractor import Extractor, open_extractor
+from .extractor import SPATIAL, Extractor, open_extractor
 from .features import Cache, open_cache, pick_split
 from .featureset import Readout
-from .fid import Statistics, check_neighbors, frechet_distance, kernel_distance, precision_recall
+from .fid import Statistics, check_neighbors, frechet_distance, inception_score, kernel_distance, precision_recall
 from .pictures import Pictures, Split, made_by, open_images, open_samples
 from .summary import Settings, Summary, exactly, published_statistics, summarize, summarize_batches
 
-Metric = Literal["fid", "kid", "prc"]
-METRICS = ("fid", "kid", "prc")
+Metric = Literal["fid", "kid", "prc", "isc"]
+METRICS = ("fid", "kid", "prc", "isc")
+PARTS = 10  # of the samples, for the Inception score
+STATISTICS = {"FID": ("mu", "sigma"), "sFID": ("mu_s", "sigma_s")}
+"""Names under which files of statistics have them."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class GenerativeScore:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        digits = 2 if self.name in ("FID", "Frechet distance") else 5 if self.std is not None else 3
+        digits = 5 if self.name in ("KID", "kernel distance") else 3 if self.name in ("precision", "recall") else 2
         spread = "" if self.std is None else f" ± {self.std:.{digits}f}"
         return f"{self.value:.{digits}f}{spread}"
 
@@ -68,6 +72,7 @@ class GenerativeReport:
     samples: dict[str, Any]
     """Name, number of images, size, and `made_by`: sampler, steps, guidance and whatever else is known."""
     reference: dict[str, Any]
+    """Name, number and size of the images; empty where no score needs them."""
     extractor: dict[str, Any]
     scores: list[GenerativeScore] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -85,7 +90,7 @@ class GenerativeReport:
         made = ", ".join(f"{key} {value}" for key, value in self.samples["made_by"].items())
         lines = [
             f"samples    {_describe(self.samples)}" + (f" ({made})" if made else ""),
-            f"reference  {_describe(self.reference)}",
+            *([f"reference  {_describe(self.reference)}"] if self.reference else []),
             f"extractor  {self.extractor['name']}, {self.extractor['dimensions']} dimensions, "
             f"{self.extractor['precision']}",
         ]
@@ -115,7 +120,7 @@ class GenerativeReport:
 
 def score(
     samples: str | Path | Source | Tensor | Planned | Iterable[Tensor],
-    reference: str | Path | Source,
+    reference: str | Path | Source | None = None,
     *,
     metrics: Metric | Sequence[Metric] = ("fid",),
     extractor: str | Extractor = "inception",
@@ -143,17 +148,18 @@ def score(
 
     `samples` are a folder, a `.npz` or `.npy` file, a data source, what `residua.sample` returns, or batches of uint8
     (B, 3, H, W) as a model makes them; `reference` is any of the first three, or a `.npz` file of statistics (`mu`,
-    `sigma`) where FID alone is asked for. Images are compared at the size they have; `img_size` brings all but batches
-    to another (see `Pictures`).
+    `sigma`; of sFID `mu_s`, `sigma_s`) where FID alone is asked for. Images are compared at the size they have;
+    `img_size` brings all but batches to another (see `Pictures`).
 
-    `metrics`: "fid", "kid" (over `subsets` of `subset_size` images, drawn by `seed`) and "prc", precision and recall
-    with `k` neighbours. `limit` takes so many images, chosen by `seed`, of batches the first. `cache` is a folder that
-    keeps what was computed of the reference. `about` says how the samples came about and is printed beside the scores.
+    `metrics`: "fid", "kid" (over `subsets` of `subset_size` images, drawn by `seed`), "prc", precision and recall
+    with `k` neighbours, and "isc", the Inception score, which alone needs no reference. `limit` takes so many images,
+    chosen by `seed`, of batches the first. `cache` is a folder that keeps what was computed of the reference. `about`
+    says how the samples came about and is printed beside the scores.
 
     Convolutions and products are float32 proper unless `bf16`, sums float64. One process only.
     """
     protocol = _Protocol(frozenset([metrics] if isinstance(metrics, str) else metrics), k, subsets, subset_size, seed)
-    protocol.check()
+    protocol.check(reference is not None)
     for name, given in (("batch_size", batch_size), ("limit", limit)):
         if given is not None and given < 1:
             raise ValueError(f"{name} must be at least 1 image, got {given}")
@@ -164,10 +170,14 @@ def score(
     _told(samples)  # a damaged description is refused now
     pictures = partial(_pictures, seed=seed, img_size=img_size)
     ours = pictures(samples, split, limit) if isinstance(samples, str | Source | Tensor) else samples
-    theirs = published_statistics(reference) or pictures(reference, reference_split, reference_limit)
+    names = STATISTICS["sFID" if extractor == SPATIAL or getattr(extractor, "frechet", "") == "sFID" else "FID"]
+    theirs = None
+    if reference is not None and protocol.compares:
+        theirs = published_statistics(reference, names) or pictures(reference, reference_split, reference_limit)
     net = extractor
     if isinstance(net, str):
         net = open_extractor(net, weights, readout=readout, layer=layer)
+    protocol.check_classes(net)
     protocol.check_counts(_count(ours, limit), _count(theirs))
     if isinstance(theirs, Statistics):
         _check_statistics(theirs, net, protocol, str(reference))
@@ -176,7 +186,9 @@ def score(
     settings = partial(Settings, batch_size=batch_size, bf16=bf16, on_bad_image=on_bad_image, progress=progress)
     with computing() as where:
         if isinstance(theirs, Pictures):  # first: it may be there already, and samples may take long to make
-            real = summarize(theirs, net, settings(where), features=protocol.features, cache=open_cache(cache))
+            real = summarize(theirs, net, settings(where), features=protocol.both, cache=open_cache(cache))
+        elif theirs is None:
+            real = None
         else:
             real = Summary(Path(str(reference)).name, "", None, theirs)
     if isinstance(ours, Planned):
@@ -187,12 +199,13 @@ def score(
             fake = summarize(ours, net, settings(where), features=protocol.features)
         else:
             fake = summarize_batches(_first(ours, limit), net, settings(where), features=protocol.features)
-        scores = protocol.scores(fake, real, net.inception, where)
+        scores = protocol.scores(fake, real, net, where)
     told = _told(samples) | dict(about or {})
     told |= {"n": fake.count} if "n" in told else {}  # which may be fewer than were made
     extracted = {"name": net.name, "dimensions": len(fake.statistics.mean), "precision": "bf16" if bf16 else "float32"}
     notes = [*net.notes, *_notes(fake, real, protocol), *_grey(ours), *_grey(theirs)]
-    return GenerativeReport({**_about(fake), "made_by": told}, _about(real), extracted | net.identity, scores, notes)
+    compared = {} if real is None else _about(real)
+    return GenerativeReport({**_about(fake), "made_by": told}, compared, extracted | net.identity, scores, notes)
 
 
 @dataclass(frozen=True)
@@ -206,16 +219,40 @@ class _Protocol:
     seed: int
 
     @property
-    def features(self) -> bool:
-        """Whether means and covariances are not enough."""
+    def compares(self) -> bool:
+        """Whether there is a reference to compare with."""
+        return self.metrics != {"isc"}
+
+    @property
+    def both(self) -> bool:
+        """Whether means and covariances of either side are not enough."""
         return bool(self.metrics & {"kid", "prc"})
 
-    def check(self) -> None:
+    @property
+    def features(self) -> bool:
+        """Whether those of the samples are not."""
+        return self.both or "isc" in self.metrics
+
+    def check(self, reference: bool) -> None:
         unknown = sorted(self.metrics - set(METRICS))
         if unknown or not self.metrics:
             raise ValueError(f"unknown metrics {', '.join(unknown) or 'none'}; there are {', '.join(METRICS)}")
         if self.subsets < 1 or self.subset_size < 2:
             raise ValueError(f"KID needs subsets of at least 2 images, got {self.subsets} of {self.subset_size}")
+        if self.compares and not reference:
+            raise ValueError(f"{', '.join(sorted(self.metrics - {'isc'}))}: give a reference, the real images")
+
+    def check_classes(self, net: Extractor) -> None:
+        """Whether there are classes to tell samples apart by."""
+        if "isc" not in self.metrics:
+            return
+        if not net.inception:
+            raise ValueError(f"the Inception score is of Inception's classes; {net.name} is another extractor")
+        if getattr(net.module, "classifier", None) is None:
+            raise ValueError(
+                "the Inception score needs Inception's classifier, which this file of weights does not hold: "
+                "that of torch-fidelity or pytorch-fid does (--weights FILE, or none to download it)"
+            )
 
     def check_counts(self, fake: int | None, real: int | None) -> None:
         """Whether there are enough images, as far as their numbers are known."""
@@ -224,20 +261,32 @@ class _Protocol:
                 raise ValueError(f"{what}: a covariance needs at least 2 images, got {count}")
         if "prc" in self.metrics and fake is not None and real is not None:
             check_neighbors(self.k, fake, real)
+        if "isc" in self.metrics and fake is not None and fake < PARTS:
+            raise ValueError(f"the Inception score is a mean over {PARTS} parts of the samples, got {fake}")
 
     def drawn(self, fake: Summary, real: Summary) -> int:
         """Images in a subset: fewer where there are not as many."""
         return min(self.subset_size, fake.count, real.count)
 
-    def scores(self, fake: Summary, real: Summary, inception: bool, device: torch.device) -> list[GenerativeScore]:
+    def scores(
+        self, fake: Summary, real: Summary | None, net: Extractor, device: torch.device
+    ) -> list[GenerativeScore]:
         found = []
+        if "isc" in self.metrics:
+            classifier: Any = net.module.classifier
+            assert fake.features is not None
+            logits = fake.features @ classifier.cpu().T
+            mean, std = inception_score(logits, parts=PARTS, seed=self.seed)
+            found.append(GenerativeScore("Inception score", mean, std, {"parts": PARTS, "seed": self.seed}))
+        if real is None:
+            return found
         if "fid" in self.metrics:
             distance = frechet_distance(fake.statistics, real.statistics)
-            found.append(GenerativeScore("FID" if inception else "Frechet distance", distance))
+            found.append(GenerativeScore(net.frechet, distance))
         if "kid" in self.metrics:
             drawn = {"subsets": self.subsets, "subset_size": self.drawn(fake, real), "seed": self.seed}
             mean, std = kernel_distance(fake.features, real.features, **drawn, device=device)
-            found.append(GenerativeScore("KID" if inception else "kernel distance", mean, std, drawn))
+            found.append(GenerativeScore("KID" if net.inception else "kernel distance", mean, std, drawn))
         if "prc" in self.metrics:
             shares = precision_recall(fake.features, real.features, k=self.k, device=device)
             found += [GenerativeScore(name, share, settings={"k": self.k}) for name, share in shares._asdict().items()]
@@ -280,16 +329,23 @@ def _first(batches: Iterable[Tensor], limit: int | None) -> Iterator[Tensor]:
 
 
 def _check_statistics(stored: Statistics, net: Extractor, protocol: _Protocol, file: str) -> None:
-    if protocol.features or not net.inception:
+    if protocol.both or net.frechet not in STATISTICS:
         raise DataError(f"{file} holds a mean and a covariance of Inception's features: good for FID, nothing else")
     given, expected = len(stored.mean), net.about.get("features", len(stored.mean))
     if given != expected:
         raise DataError(f"{file} holds statistics of {given} dimensions; Inception's features have {expected}")
 
 
-def _notes(fake: Summary, real: Summary, protocol: _Protocol) -> list[str]:
+def _notes(fake: Summary, real: Summary | None, protocol: _Protocol) -> list[str]:
     """What makes the numbers hard to compare."""
     notes, dim = [], len(fake.statistics.mean)
+    if "isc" in protocol.metrics and fake.count < 10_000:
+        notes.append(
+            f"parts of {fake.count // PARTS:,} samples can show few of Inception's classes: the Inception score comes "
+            "out too small; 50,000 samples are usual"
+        )
+    if real is None:
+        return notes
     for what, side in (("samples", fake), ("images of the reference", real)):
         if "fid" in protocol.metrics and side.statistics.rank_deficient:
             notes.append(

@@ -24,6 +24,8 @@ URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights
 """torch-fidelity's conversion of the graph; pytorch-fid distributes the same file. Its name ends with its hash."""
 INPUT_SIZE = 299
 FEATURES = 2048
+_SPATIAL = 7  # channels of a map of 17 x 17
+SPATIAL_FEATURES = _SPATIAL * 17 * 17
 _CLASSES = 1008  # of the 2015 graph; later Inceptions have 1000 or 1001
 _BN_EPS = 1e-3
 _ABSOLUTE_SUM = 924932.07  # of the published weights, folded into their convolutions
@@ -35,10 +37,17 @@ Branch: TypeAlias = Sequence[Conv | list[Conv] | str]
 
 
 class Inception(nn.Module):
-    """uint8 images (B, 3, H, W) of any size -> float32 features (B, 2048), the ones called `pool3`."""
+    """uint8 images (B, 3, H, W) of any size -> float32 features (B, 2048), the ones called `pool3`.
 
-    def __init__(self) -> None:
+    With `spatial` those of sFID (Nash et al. 2021), (B, 2023): the first seven channels of the map `mixed_6/conv`.
+    """
+
+    def __init__(self, spatial: bool = False) -> None:
         super().__init__()
+        self.spatial = spatial
+        self.classifier: Tensor | None = None
+        """Weights (1008, 2048) that make logits of `pool3`, where the file holds them: no part of the network, so that
+        files with and without them are the same one."""
         self.Conv2d_1a_3x3 = _conv(3, 32, 3, stride=2)
         self.Conv2d_2a_3x3 = nn.Conv2d(32, 32, 3)
         self.Conv2d_2b_3x3 = _conv(32, 64, 3)
@@ -63,6 +72,8 @@ class Inception(nn.Module):
     def forward_features(self, x: Tensor) -> Tensor:
         """From images (B, 3, 299, 299) scaled to [-1, 1)."""
         for name, layer in self.named_children():
+            if self.spatial and name == "Mixed_6d":
+                return F.relu(self.Mixed_6d["branch1x1"](x))[:, :_SPATIAL].flatten(1).float()
             x = layer(x) if isinstance(layer, Block) else F.relu(layer(x), inplace=True)
             if name in ("Conv2d_2b_3x3", "Conv2d_4a_3x3"):
                 x = F.max_pool2d(x, 3, stride=2)
@@ -200,7 +211,7 @@ def resize_tf1(x: Tensor, height: int, width: int) -> Tensor:
 # ---------------------------------------------------------------- weights
 
 
-def load_inception(weights: str | Path | None = None) -> Inception:
+def load_inception(weights: str | Path | None = None, spatial: bool = False) -> Inception:
     """The network with weights from a file, or downloaded once where none is named.
 
     Files: the `.pth` of torch-fidelity and pytorch-fid (read without running any code in it), or a TorchScript file
@@ -208,16 +219,16 @@ def load_inception(weights: str | Path | None = None) -> Inception:
     A TorchScript file is a program: give only files that you trust. Its numbers are read; what it computes is not used.
     """
     if weights is None:
-        return _from_state(_download(), URL)
+        return _from_state(_download(), URL, spatial)
     path = Path(weights).expanduser()
     if not path.is_file():
         raise ValueError(f"there are no Inception weights at {path}; {_WHERE}")
     if not is_torchscript(path):
-        return _from_state(read_state(path), str(path))
+        return _from_state(read_state(path), str(path), spatial)
     script = load_torchscript(path)
     if not is_scripted_inception(script):
         raise ValueError(f"{path} is a TorchScript file, but not of the Inception of 2015-12-05; {_WHERE}")
-    return _from_script(script, str(path))
+    return _from_script(script, str(path), spatial)
 
 
 _WHERE = (
@@ -258,22 +269,24 @@ def is_scripted_inception(script: nn.Module) -> bool:
     return all(any(name.endswith(f"layers.{part}.conv.weight") for name in names) for part in ("mixed", "mixed_10"))
 
 
-def _from_script(script: nn.Module, what: str) -> Inception:
+def _from_script(script: nn.Module, what: str, spatial: bool) -> Inception:
     """Its parameters come in the order of this network's layers: weight, beta, mean and var of each."""
     mine = {name: p for name, p in script.named_parameters() if "layers." in name}
     found = [name.removesuffix(".weight") for name in mine if name.endswith(".weight")]
-    model = Inception()
+    model = Inception(spatial)
     convolutions = model.convolutions()
     if len(found) != len(convolutions):
         raise ValueError(f"{what}: {len(found)} convolutions, expected {len(convolutions)}")
     for conv, name in zip(convolutions.values(), found):
         parts = [mine[f"{name}.{part}"] for part in ("weight", "beta", "mean", "var")]
         _fold(conv, parts, None, f"{what}: {name}")
+    heads = (p for name, p in script.named_parameters() if name.endswith("output.weight"))
+    model.classifier = _classifier(next(heads, None))
     return model.eval().requires_grad_(False)
 
 
-def _from_state(state: dict[str, Tensor], what: str) -> Inception:
-    model = Inception()
+def _from_state(state: dict[str, Tensor], what: str, spatial: bool) -> Inception:
+    model = Inception(spatial)
     convolutions = model.convolutions()
     missing = [name for name in convolutions if f"{name}.conv.weight" not in state]
     if missing:
@@ -288,7 +301,15 @@ def _from_state(state: dict[str, Tensor], what: str) -> Inception:
         names = ("conv.weight", "bn.bias", "bn.running_mean", "bn.running_var")
         parts = [state[f"{name}.{part}"] for part in names]
         _fold(conv, parts, state.get(f"{name}.bn.weight"), f"{what}: {name}")
+    model.classifier = _classifier(head)
     return model.eval().requires_grad_(False)
+
+
+def _classifier(weights: Tensor | None) -> Tensor | None:
+    """Whichever way round a file has them."""
+    if weights is None or sorted(weights.shape) != [_CLASSES, FEATURES]:
+        return None
+    return (weights if len(weights) == _CLASSES else weights.T).detach().float()
 
 
 @torch.no_grad()

@@ -101,13 +101,13 @@ def test_all_that_features_depend_on_is_in_the_identity(vit: ViT) -> None:
 
 
 def test_wrong_names_are_told(tmp_path: Path, vit: ViT, monkeypatch) -> None:
-    with pytest.raises(ValueError, match=r"no extractor 'incpetion': give inception, timm:NAME"):
+    with pytest.raises(ValueError, match=r"no extractor 'incpetion': give inception, inception-spatial, timm:NAME"):
         open_extractor("incpetion")
     with pytest.raises(ValueError, match=r"timm has no model 'resnet18x'"):
         open_extractor("timm:resnet18x")
     with pytest.raises(ValueError, match="there are no weights at"):
         open_extractor("timm:test_vit", tmp_path / "none.pth")
-    with pytest.raises(ValueError, match="--weights is for inception and timm:NAME"):
+    with pytest.raises(ValueError, match="--weights is for inception, inception-spatial and timm:NAME"):
         open_extractor(str(tmp_path), "x.pth")
     with pytest.raises(ValueError, match="there are no Inception weights"):
         open_extractor("inception", tmp_path / "none.pth")

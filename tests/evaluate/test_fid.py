@@ -3,10 +3,18 @@ import math
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.special
 import torch
 from torch import Tensor
 
-from residua.evaluate import Statistics, frechet_distance, kernel_distance, precision_recall, statistics
+from residua.evaluate import (
+    Statistics,
+    frechet_distance,
+    inception_score,
+    kernel_distance,
+    precision_recall,
+    statistics,
+)
 from residua.evaluate import fid as module
 from residua.evaluate.fid import Moments, exact_float32
 
@@ -130,6 +138,30 @@ def test_precision_and_recall_with_copies_and_in_tiles(monkeypatch) -> None:
     assert whole == tuple(map(float, expected))
     monkeypatch.setattr(module, "_DISTANCES", 130)
     assert precision_recall(x, y) == whole
+
+
+def test_inception_score_of_known_classes() -> None:
+    """Sure of one class each: as many as there are classes. Undecided or all alike: 1."""
+    sure = 1e4 * torch.eye(5).repeat(8, 1)
+    assert inception_score(sure, parts=1) == pytest.approx((5, 0))
+    assert inception_score(torch.zeros(40, 5)) == pytest.approx((1, 0))
+    assert inception_score(sure[:1].repeat(40, 1)) == pytest.approx((1, 0))
+    # two samples of two classes, each with p and 1 - p: exp(log 2 - entropy)
+    p = torch.tensor([0.9, 0.1], dtype=torch.float64)
+    entropy = -float((p * p.log()).sum())
+    assert inception_score(torch.stack([p, p.flip(0)]).log(), parts=1).mean == pytest.approx(2 / math.exp(entropy))
+
+
+def test_inception_score_by_its_definition() -> None:
+    logits = 3 * torch.randn(53, 7, generator=torch.Generator().manual_seed(0))
+    found = inception_score(logits, parts=4, seed=5)
+    p = scipy.special.softmax(logits.double().numpy(), axis=1)[np.random.default_rng(5).permutation(53)]
+    parts = np.array_split(p, 4)
+    values = [np.exp(scipy.special.rel_entr(part, part.mean(0)).sum(1).mean()) for part in parts]
+    assert found == pytest.approx((np.mean(values), np.std(values)))
+    assert found != inception_score(logits, parts=4, seed=6)
+    with pytest.raises(ValueError, match="54 parts of 53 samples: every part needs one"):
+        inception_score(logits, parts=54)
 
 
 def test_what_is_wrong_is_said() -> None:

@@ -16,7 +16,15 @@ from torch import Tensor
 from residua import cli
 from residua.data import DataError
 from residua.data.arrays import ArraySource
-from residua.evaluate import CacheError, FeatureCache, frechet_distance, kernel_distance, precision_recall, statistics
+from residua.evaluate import (
+    CacheError,
+    FeatureCache,
+    frechet_distance,
+    inception_score,
+    kernel_distance,
+    precision_recall,
+    statistics,
+)
 from residua.evaluate.extractor import Extractor, script_extractor
 from residua.evaluate.generative import score
 from residua.nn import ViT
@@ -77,9 +85,41 @@ def test_scores_are_those_of_the_features(small: Extractor) -> None:
 
 
 def test_only_inceptions_distances_are_called_fid_and_kid(small: Extractor) -> None:
-    known = Extractor("Inception 2015-12-05", small.module, inception=True)
+    known = Extractor("Inception 2015-12-05", small.module, "FID")
     found = score(source(20, 1), source(20, 2), metrics=("fid", "kid"), extractor=known, subset_size=10, subsets=2)
     assert [s.name for s in found.scores] == ["FID", "KID"]
+
+
+def test_the_inception_score_is_of_the_samples_alone(small: Extractor, seen, capsys) -> None:
+    fake, real = source(60, 1), source(40, 2)
+    net = replace(small, frechet="FID")
+    with pytest.raises(ValueError, match="needs Inception's classifier, which this file of weights does not hold"):
+        score(fake, metrics="isc", extractor=net)
+    width = features(small, fake.images[:1]).shape[1]
+    small.module.classifier = torch.randn(9, width, generator=torch.Generator().manual_seed(0)) * 20
+    seen()
+    found = score(fake, metrics="isc", extractor=net, seed=4)
+    assert seen() == 60
+    expected = inception_score(features(small, fake.images) @ small.module.classifier.T, seed=4)
+    assert (found.scores[0].name, found.scores[0].settings) == ("Inception score", {"parts": 10, "seed": 4})
+    assert (found.value("Inception score"), found.scores[0].std) == pytest.approx(expected, rel=1e-5)
+    assert expected.mean > 1.05
+    assert found.reference == {}
+    assert found.notes == ["parts of 6 samples can show few of Inception's classes: the Inception score comes out too "
+                           "small; 50,000 samples are usual"]  # fmt: skip
+    assert "reference" not in found.table().title
+    both = score(fake, real, metrics=("fid", "isc"), extractor=net, seed=4)
+    assert both.value("Inception score") == found.value("Inception score")
+    assert both.value("FID") == score(fake, real, extractor=net).value("FID")
+    for wrong, options in {
+        "is of Inception's classes; TorchScript": {"extractor": small},
+        "mean over 10 parts of the samples, got 9": {"extractor": net, "limit": 9},
+        "fid: give a reference, the real images": {"extractor": net, "metrics": ("isc", "fid")},
+    }.items():
+        seen()
+        with pytest.raises(ValueError, match=wrong):
+            score(fake, **{"metrics": "isc"} | options)
+        assert seen() <= 1
 
 
 def test_batches_as_they_are_made_give_the_same(small: Extractor) -> None:
@@ -139,7 +179,7 @@ def test_one_metric_by_its_name_and_paths(small: Extractor, tmp_path: Path) -> N
     assert found.scores == score(str(fake), str(real), metrics=("prc",), extractor=small).scores
     own = statistics(features(small, images(30, 2)))
     np.savez(tmp_path / "stats.npz", mu=own.mean.numpy(), sigma=own.cov.numpy())
-    known = Extractor("Inception 2015-12-05", small.module, inception=True)
+    known = Extractor("Inception 2015-12-05", small.module, "FID")
     assert score(fake, tmp_path / "stats.npz", extractor=known).reference["name"] == "stats.npz"
 
 
@@ -252,7 +292,7 @@ def test_features_that_are_not_numbers_are_said(small: Extractor) -> None:
 
 def test_published_statistics_serve_fid_alone(small: Extractor, tmp_path: Path) -> None:
     fake, real = source(30, 1), source(40, 2)
-    known = Extractor("Inception 2015-12-05", small.module, inception=True)
+    known = Extractor("Inception 2015-12-05", small.module, "FID")
     own = statistics(features(small, real.images))
     np.savez(tmp_path / "stats.npz", mu=own.mean.numpy(), sigma=own.cov.numpy())
     found = score(fake, str(tmp_path / "stats.npz"), extractor=known)
@@ -261,6 +301,10 @@ def test_published_statistics_serve_fid_alone(small: Extractor, tmp_path: Path) 
     for options in ({"extractor": known, "metrics": ("kid",)}, {"extractor": small}):
         with pytest.raises(DataError, match="good for FID, nothing else"):
             score(fake, str(tmp_path / "stats.npz"), **options)
+    spatial = replace(known, frechet="sFID")  # whose statistics stand under other names in the same file
+    np.savez(tmp_path / "two.npz", mu=0 * own.mean.numpy(), sigma=own.cov.numpy(), mu_s=own.mean, sigma_s=own.cov)
+    assert score(fake, str(tmp_path / "two.npz"), extractor=spatial).value("sFID") == found.value("FID")
+    assert score(fake, str(tmp_path / "two.npz"), extractor=known).value("FID") != found.value("FID")
     usual = replace(known, about={"features": 2048})
     with pytest.raises(DataError, match=r"stats\.npz holds statistics of 6 dimensions; Inception's features have 2048"):
         score(fake, str(tmp_path / "stats.npz"), extractor=usual)
@@ -367,4 +411,6 @@ def test_mistakes_at_the_command(samples: Path, script: Path, tmp_path: Path, ca
     assert "there is no file" in fails(str(tmp_path / "none.npz"), *good)
     assert "no Inception weights at" in fails(str(samples), "--reference", str(samples), "--weights", "none.pth")
     assert "need more than 40 images" in fails(str(samples), *good, "--prc", "--k", "40")
+    assert "the Inception score is of Inception's classes" in fails(str(samples), *good[2:], "--isc")
+    assert "so give --reference" in fails(str(samples), *good[2:], "--isc", "--fid")
     assert not (samples / "score.json").exists()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchvision.models import inception as torchvision_inception
 
 from residua.evaluate import inception as module
+from residua.evaluate.cache import weights_hash
 from residua.evaluate.extractor import open_extractor
 from residua.evaluate.inception import Inception, load_inception, resize_tf1
 
@@ -113,7 +114,8 @@ class Part(nn.Module):
 def test_a_torchscript_file_gives_the_same_network(state, file: Path, tmp_path: Path) -> None:
     """Laid out as in the files in use: `layers.mixed_3.tower.conv_1.weight`, `.beta`, `.mean`, `.var`."""
     plain, script = load_inception(file), Part()
-    script.layers, script.output = Part(), nn.Linear(3, 2)  # a classifier, which is left out
+    script.layers, script.output = Part(), Part()
+    script.output.weight = nn.Parameter(state["fc.weight"].T.clone())  # as a product with the features takes it
     for i, name in enumerate(plain.convolutions()):
         part = Part()
         for theirs, ours in (("weight", "conv.weight"), ("beta", "bn.bias"), ("mean", "bn.running_mean")):
@@ -130,6 +132,7 @@ def test_a_torchscript_file_gives_the_same_network(state, file: Path, tmp_path: 
     for name, conv in plain.convolutions().items():
         torch.testing.assert_close(found.convolutions()[name].weight, conv.weight, rtol=0, atol=0)
         torch.testing.assert_close(found.convolutions()[name].bias, conv.bias, rtol=0, atol=0)
+    torch.testing.assert_close(found.classifier, state["fc.weight"])
     assert open_extractor(str(tmp_path / "inception.pt")).name == "Inception with weights inception.pt"
     del script.layers.layer_1
     torch.jit.trace(script, torch.zeros(1)).save(tmp_path / "less.pt")
@@ -149,6 +152,46 @@ def test_only_distances_with_the_published_weights_are_fid(file: Path, monkeypat
     known = open_extractor("inception", file)
     assert (known.name, known.inception, known.notes) == ("Inception 2015-12-05", True, ())
     assert known.identity["features"] == 2048
+
+
+def test_spatial_features_are_seven_channels_of_mixed_6(state, file: Path, monkeypatch) -> None:
+    """`mixed_6` of the graph, its seventh block, is torchvision's Mixed_6d, its first convolution the branch 1 x 1."""
+    model = load_inception(file, spatial=True)
+    other = torchvision_inception.Inception3(num_classes=1008, aux_logits=False, init_weights=False).eval()
+    other.load_state_dict(state)
+    plain, maps = F.avg_pool2d, []
+    other.Mixed_6d.branch1x1.register_forward_hook(lambda layer, given, out: maps.append(out))
+    images = torch.randint(0, 256, (2, 3, 20, 30), dtype=torch.uint8)
+    with torch.inference_mode():
+        found = model(images)
+        monkeypatch.setattr(
+            torchvision_inception.F, "avg_pool2d", lambda *a, **k: plain(*a, **k, count_include_pad=False)
+        )
+        other((resize_tf1(images.float(), 299, 299) - 128) / 128)
+    expected = maps[0][:, :7]
+    assert expected.shape[2:] == (17, 17)
+    torch.testing.assert_close(found, expected.flatten(1), rtol=1e-4, atol=1e-4 * float(expected.max()))
+    names = [name for name, _ in Inception().named_children() if name.startswith("Mixed")]
+    assert names.index("Mixed_6d") == 6
+
+
+def test_spatial_distances_have_a_name_and_statistics_of_their_own(file: Path, monkeypatch) -> None:
+    total = sum(float(conv.weight.double().abs().sum()) for conv in load_inception(file).convolutions().values())
+    assert open_extractor("inception-spatial", file).frechet == "Frechet distance"
+    monkeypatch.setattr(module, "_ABSOLUTE_SUM", total)
+    pooled, spatial = open_extractor("inception", file), open_extractor("inception-spatial", file)
+    assert (pooled.frechet, spatial.frechet, spatial.inception) == ("FID", "sFID", False)
+    assert spatial.name == "Inception 2015-12-05 at mixed_6/conv"
+    assert spatial.identity != pooled.identity
+
+
+def test_the_classifier_is_taken_where_the_file_has_it(state, file: Path, tmp_path: Path) -> None:
+    model = load_inception(file)
+    torch.testing.assert_close(model.classifier, state["fc.weight"])
+    torch.save({name: value for name, value in state.items() if not name.startswith("fc.")}, tmp_path / "less.pth")
+    less = load_inception(tmp_path / "less.pth")
+    assert less.classifier is None
+    assert weights_hash(less) == weights_hash(model)  # what was kept of a reference serves both
 
 
 def test_files_of_older_and_other_kinds(state, file: Path, tmp_path: Path) -> None:
