@@ -81,3 +81,34 @@ def test_what_is_handed_on_is_no_stream() -> None:
             return x
 
     assert len(residua.stream(Biases(), torch.randn(2, 5, 8), torch.randn(2, 5, 1))) == 2
+
+
+def test_what_adds_something_of_its_own_is_no_shortcut() -> None:
+    """A text pooled into the stream: the sum keeps the stream as it is, and does not depend on it."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(6, 8)
+
+        def forward(self, x: Tensor, text: Tensor) -> Tensor:
+            return x + self.project(text.mean(1, keepdim=True))
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.f(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pooled, self.blocks = Pooled(), nn.Sequential(Residual(), Residual())
+
+        def forward(self, x: Tensor, text: Tensor) -> Tensor:
+            return self.blocks(self.pooled(x, text))
+
+    given = (torch.randn(2, 5, 8), torch.randn(2, 3, 6))
+    assert [at.name for at in blocks_of(Model(), given)] == ["blocks.0", "blocks.1"]
