@@ -54,6 +54,8 @@ class Kind:
     """From the stream to what forward returns, where that is not the stream itself."""
     whole: bool = False
     """Is the block one step of which only `block(x) - x` is known? Its own forward then runs, untouched."""
+    divisor: str = ""
+    """Attribute of the block by which it divides its sum, `(alpha * shortcut(x) + branch(x)) / divisor`, if any."""
     reason: str | None = None
     """Why such blocks cannot fade, where they are known and cannot."""
 
@@ -69,19 +71,34 @@ class Whole:
 
     named: str | None = None
     """What forward calls the stream where it takes it by name only."""
+    divisor: str = ""
+    """As in `Kind`."""
+    where: Callable[[Any], bool] | None = None
+    """Which blocks of the class have the shortcut; None: all."""
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> list[Part]:
+        if self.where is not None and not self.where(block):
+            return []
+
         def branch(x: Tensor) -> Tensor:
             given = (args, {self.named: x, **kwargs}) if self.named else ((x, *args), kwargs)
             out = plain_class(block).forward(block, *given[0], **given[1])
-            return (out if isinstance(out, Tensor) else out[0]) - x
+            y = out if isinstance(out, Tensor) else out[0]
+            return (y * getattr(block, self.divisor) if self.divisor else y) - x
 
         return [Part("", branch)]
 
 
-def whole(stream: str = "x", named: bool = False) -> Kind:
-    """The kind of blocks that map x to x + F(x), whatever F is."""
-    return Kind(Whole(stream if named else None), stream=stream, whole=True)
+def whole(
+    stream: str = "x", named: bool = False, divisor: str = "", where: Callable[[Any], bool] | None = None
+) -> Kind:
+    """The kind of blocks that map x to x + F(x), or to (x + F(x)) / divisor, whatever F is."""
+    return Kind(Whole(stream if named else None, divisor, where), stream=stream, whole=True, divisor=divisor)
+
+
+def divided_by(block: nn.Module, kind: Kind) -> float:
+    """What the block divides its sum by: 1 for nearly all."""
+    return float(getattr(block, kind.divisor)) if kind.divisor else 1.0
 
 
 def plain_class(block: nn.Module) -> type[nn.Module]:
@@ -106,15 +123,17 @@ def split(kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Te
 def steps_of(
     block: nn.Module, kind: Kind, name: str = "", args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> list[Step]:
-    """The steps of a block, with its alphas where it fades; `name` is where the block lives."""
+    """The steps of a block, with its alphas where it fades; `name` is where the block lives. One that divides its sum
+    by s is the step `alpha / s * x + F(x) / s`: that much of x survives it."""
     parts = kind.parts(block, *args, **(kwargs or {}))
-    alpha = getattr(block, ALPHA, None)
+    alpha, s = getattr(block, ALPHA, None), divided_by(block, kind)
     alphas = [torch.ones(())] * len(parts) if alpha is None else alpha.unbind(0)
+    alphas = alphas if s == 1.0 else [a / s for a in alphas]
     steps = [
         Step(".".join(filter(None, (name, part.name))), part.branch, a, shortcut=part.shortcut, after=part.after)
         for part, a in zip(parts, alphas, strict=True)
     ]
-    return scaled(steps, getattr(block, SCALE, 1.0))
+    return scaled(steps, getattr(block, SCALE, 1.0) / s)
 
 
 def _add(x: Tensor, y: Tensor, alpha: Tensor, branch_first: bool) -> Tensor:
@@ -133,12 +152,13 @@ class Faded(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kind, scale, alphas = self.residua_kind, getattr(self, SCALE), self._buffers[ALPHA]
         assert alphas is not None
+        s = divided_by(self, kind)
         x, rest, named = split(kind, args, kwargs)
         if kind.whole:
-            out = self.residua_plain.forward(self, *args, **kwargs)
+            out = super().forward(*args, **kwargs)
             y = out if isinstance(out, Tensor) else out[0]
-            # alpha x + scale (y - x), so written that alpha = scale = 1 leaves y as it is, bit for bit
-            y = scaled_add(x, y if scale == 1.0 else y * scale, alphas[0] - scale)
+            # (alpha x + scale (s y - x)) / s, so written that alpha = scale = 1 leaves y as it is, bit for bit
+            y = scaled_add(x, y if scale == 1.0 else y * scale, (alphas[0] - scale) / s)
             return y if isinstance(out, Tensor) else type(out)((y, *out[1:]))
         # what the steps of steps_of do, without building them: eager passes wait for Python
         quick = not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
@@ -151,6 +171,8 @@ class Faded(nn.Module):
                 x = torch.addcmul(y, kept, alpha)
             else:
                 x = _add(kept, y, alpha, branch_first)
+            if s != 1.0:
+                x = x / s
             if after is not None:
                 x = after(x)
         return x if kind.wrap is None else kind.wrap(self, x)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .block import Kind, Part
+from .block import Kind, Part, refused, whole
 
 Modulate = Callable[[Tensor], Tensor]
 
@@ -97,6 +97,97 @@ def _conditioned(
     )
 
 
+# ---------------------------------------------------------------- U-Nets
+
+
+def _resnet(block: Any, temb: Any = None, *_: Any, **__: Any) -> list[Part]:
+    """Two convolutions, time between them, or in both norms; a shortcut that may change resolution and width."""
+    in_norms = block.time_embedding_norm in ("ada_group", "spatial")
+    resize = block.upsample or block.downsample
+    context = (temb,) if in_norms else ()
+
+    def resized(x: Tensor) -> Tensor:
+        many = block.upsample is not None and len(x) >= 64  # as published
+        return x if resize is None else resize(x.contiguous() if many else x)
+
+    def branch(x: Tensor) -> Tensor:
+        y = block.conv1(resized(block.nonlinearity(block.norm1(x, *context))))
+        y = block.norm2(y, temb) if in_norms else _timed(block, y, temb)
+        return block.conv2(block.dropout(block.nonlinearity(y)))
+
+    def shortcut(x: Tensor) -> Tensor:
+        x = resized(x)
+        if block.conv_shortcut is None:
+            return x
+        return block.conv_shortcut(x.contiguous() if block.training and not in_norms else x)
+
+    bare = resize is None and block.conv_shortcut is None
+    return [Part("", branch, shortcut=None if bare else shortcut)]
+
+
+def _timed(block: Any, y: Tensor, temb: Any) -> Tensor:
+    """The second norm of a resnet, and what time adds before it, or scales and shifts after it."""
+    if block.time_emb_proj is not None:
+        temb = block.time_emb_proj(temb if block.skip_time_act else block.nonlinearity(temb))[:, :, None, None]
+    if block.time_embedding_norm == "default" and temb is not None:
+        y = y + temb
+    y = block.norm2(y)
+    if block.time_embedding_norm != "scale_shift":
+        return y
+    scale, shift = temb.chunk(2, dim=1)
+    return y * (1 + scale) + shift
+
+
+def _kandinsky(block: Any, time_embed: Any = None) -> list[Part]:
+    changes = (block.shortcut_up_sample, block.shortcut_projection, block.shortcut_down_sample)
+    bare = all(isinstance(change, nn.Identity) for change in changes)
+
+    def branch(x: Tensor) -> Tensor:
+        for layer in block.resnet_blocks:
+            x = layer(x, time_embed)
+        return x
+
+    def shortcut(x: Tensor) -> Tensor:
+        for change in changes:
+            x = change(x)
+        return x
+
+    return [Part("", branch, shortcut=None if bare else shortcut)]
+
+
+_ADDING = ("AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0", "SlicedAttnProcessor", "XFormersAttnProcessor")
+
+
+def _adds(attention: Any) -> bool:
+    """Does attention add its input itself, and by a processor that is known to do it?"""
+    return attention.residual_connection and type(attention.processor).__name__ in _ADDING
+
+
+def _continuous(transformer: Any) -> bool:
+    """Is the transformer one of feature maps, which adds its input? One of patches or tokens does not."""
+    return transformer.is_input_continuous
+
+
+_RESNET = Kind(_resnet, stream="input_tensor", divisor="output_scale_factor")
+_AROUND = whole("hidden_states")
+"""A transformer as the branch of one step of a U-Net: streams of its own, and its input is added to what comes out."""
+_BLENDS = "it blends its stream with what its temporal half makes of it, by a learned share"
+
+UNET = ("down_blocks", "mid_block", "up_blocks", "resnets", "attentions", "temp_attentions", "motion_modules")
+"""Lists in a U-Net, or in a part of it, whose blocks are one stream: its order is not that of the modules."""
 KINDS: dict[str, Kind] = {
-    "diffusers.models.attention.BasicTransformerBlock": Kind(_transformer, stream="hidden_states"),
+    f"diffusers.models.{name}": kind
+    for name, kind in {
+        "attention.BasicTransformerBlock": Kind(_transformer, stream="hidden_states"),
+        "attention_processor.Attention": whole("hidden_states", divisor="rescale_output_factor", where=_adds),
+        "controlnets.controlnet_xs.ControlNetXSCrossAttnDownBlock2D": refused("it carries two streams at once"),
+        "resnet.ResnetBlock2D": _RESNET,
+        "resnet.ResnetBlockCondNorm2D": _RESNET,
+        "resnet.SpatioTemporalResBlock": refused(_BLENDS),
+        "transformers.dual_transformer_2d.DualTransformer2DModel": _AROUND,
+        "transformers.transformer_2d.Transformer2DModel": whole("hidden_states", where=_continuous),
+        "transformers.transformer_temporal.TransformerTemporalModel": _AROUND,
+        "unets.unet_kandinsky3.Kandinsky3ResNetBlock": Kind(_kandinsky),
+        "unets.unet_motion_model.AnimateDiffTransformer3D": _AROUND,
+    }.items()
 }

@@ -34,6 +34,7 @@ from .block import (
     uninstall,
 )
 from .diffusers_blocks import KINDS as DIFFUSERS
+from .diffusers_blocks import UNET
 from .example import NoExample, arguments, eager, evaluating, uncached
 from .generic import find_generic, strangers
 from .timm_blocks import KINDS as TIMM
@@ -92,7 +93,10 @@ def blocks_of(model: nn.Module, example: Any = None) -> list[Located]:
             # blocks found by structure, and only a part of the model was faded: others may be found beside them
             partly = not hasattr(model, DECAY) and any(at.kind.whole for at in known)
             return _with_unknown(model, known, example) if partly else known
-        if _is_whole(model, known) or isinstance(known[0].block, Faded):
+        is_whole = _is_whole(model, known)
+        if any(_in_unet(at) for at in known):  # its modules are not listed as they are called
+            return [Located(*found) for found in find_generic(model, example, known)]
+        if is_whole or isinstance(known[0].block, Faded):
             return known
         return _with_unknown(model, known, example)
     return [Located(*found) for found in find_generic(model, example)]
@@ -134,14 +138,19 @@ def _known(model: nn.Module) -> list[Located]:
         kind = KINDS.get(computed_by(module))
         if name and computed_by(module) in ASIDE:
             return
-        if kind is not None:
-            if kind.reason or kind.parts(module):  # without parts: this one has no shortcut
-                found.append(Located(name, module, kind))
-            return
+        if kind is not None and (kind.reason or kind.parts(module)):  # without parts: this one has no shortcut
+            found.append(Located(name, module, kind))
+        else:
+            look_into(name, module)
+
+    def look_into(name: str, module: nn.Module) -> None:
         for child, inner in module.named_children():
             visit(f"{name}.{child}" if name else child, inner)
 
     visit("", model)
+    if len(found) == 1 and found[0].kind.whole and not isinstance(found[0].block, Faded):
+        look_into(*found[0][:2])  # a transformer alone, not as a branch of others: its own stream is the model's
+        return found if len(found) == 1 or found[1].kind.whole else found[1:]
     return found
 
 
@@ -149,13 +158,16 @@ def _is_whole(model: nn.Module, known: Sequence[Located]) -> bool:
     """Are these layers of transformers or diffusers, which come as one list, or one in each stage, and are the whole
     stream?
 
-    Two towers, an encoder with a decoder, or a U-Net are refused: no schedule runs through all of it.
+    Two towers, or an encoder with a decoder, are refused: no schedule runs through all of it. The two halves of a U-Net
+    are one stream, as those of a U-ViT are: long skips join it, and it goes on.
     """
     lists: dict[str, str] = {}
     for at in known:
         if plain_class(at.block).__module__.startswith(("transformers.", "diffusers.")):
-            name = at.name.rpartition(".")[0]
-            lists.setdefault(re.sub(r"\bstages\.\d+", "stages", name), name)
+            unet = _in_unet(at)
+            name = at.name[: unet.end(1)] if unet else at.name.rpartition(".")[0]
+            whose = name.rpartition(".")[0] if unet else re.sub(r"\bstages\.\d+", "stages", name)
+            lists.setdefault(whose, name)
     if len(lists) > 1:
         some = ", ".join([*lists.values()][:4]) + (", ..." if len(lists) > 4 else "")
         raise ValueError(
@@ -163,6 +175,12 @@ def _is_whole(model: nn.Module, known: Sequence[Located]) -> bool:
             f"model.get_submodule({next(iter(lists.values())).rpartition('.')[0]!r})"
         )
     return bool(lists)
+
+
+def _in_unet(at: Located) -> re.Match[str] | None:
+    """Where in its name a block of diffusers lies in a list of a U-Net."""
+    theirs = plain_class(at.block).__module__.startswith("diffusers.")
+    return re.search(rf"(?:^|\.)({'|'.join(UNET)})\b", at.name) if theirs else None
 
 
 def stream(model: nn.Module, images: Any = None, *context: Any, **named: Any) -> Stream:

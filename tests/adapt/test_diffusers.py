@@ -218,16 +218,6 @@ def test_two_streams_are_refused_by_the_name_of_their_block() -> None:
         residua.fade(model, alpha_min=0.5, example=given)
 
 
-def test_a_unet_is_refused() -> None:
-    unet = diffusers.UNet2DConditionModel(
-        sample_size=8, block_out_channels=(8, 16), norm_num_groups=4, cross_attention_dim=12, layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        attention_head_dim=4,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="several residual streams"):
-        residua.fade(unet)
-
-
 @pytest.mark.parametrize("kind", ["dit", pytest.param("text", marks=pytest.mark.slow)])
 def test_compile(kind: str) -> None:
     model = residua.fade(build(kind), alpha_min=0.5)
