@@ -116,6 +116,14 @@ class Labelling(Augmentation):
 class Classification(Session[Finetune, Any]):
     """A classifier about to be trained; its model is a `Classifier`, a `ResNet` or a `UniformNet`."""
 
+    def _calmer(self) -> list[str]:
+        return super()._calmer() if self.from_scratch else []  # a trained network keeps its shortcuts
+
+    @property
+    def from_scratch(self) -> bool:
+        name = self.config.network.model
+        return name is not None and not Path(name).expanduser().exists() and not is_name(name)
+
     def objective(self) -> Objective:
         labels = torch.from_numpy(self.feed.source.labels).to(self.accelerator.device)
         c = self.config
@@ -158,8 +166,7 @@ class Classification(Session[Finetune, Any]):
         kind = "ViT" if isinstance(model, Classifier) else type(model).__name__
         origin = ""
         if name is not None:
-            scratch = not Path(name).expanduser().exists() and not is_name(name)
-            origin = f", {name} from scratch" if scratch else f" from {name}"
+            origin = f", {name} from scratch" if self.from_scratch else f" from {name}"
         head = f", read-out: {READOUTS[model.readout]}" if isinstance(model, Classifier) else ""
         return (
             f"{kind} ({count_parameters(model) / 1e6:.1f} M, {shortcut.depth} blocks){origin}, {shortcut.words()}{head}"

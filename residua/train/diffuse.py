@@ -109,7 +109,8 @@ class Denoising(Augmentation):
 class Diffusion(Session[Diffuse, Any]):
     """A diffusion model about to be trained."""
 
-    remedies = "a smaller --lr, --clip 1.0, or a larger --alpha-min"
+    def _calmer(self) -> list[str]:
+        return ["--zero-init True"] * (self.config.model.zero_init is False) + super()._calmer()
 
     def objective(self) -> Objective:
         device, model, labels = self.accelerator.device, self.model, None

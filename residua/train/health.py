@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from residua.train.options import ShortcutConfig
 
 
 @dataclass
@@ -45,13 +48,23 @@ class Health:
         self.told |= set(found)
         return fresh
 
-    def check_rank(self, entropy_rank: float, dim: int) -> list[str]:
+    def check_rank(self, entropy_rank: float, dim: int, shortcut: ShortcutConfig) -> list[str]:
         """After an evaluation: features that all point one way are worth nothing, whatever the loss says."""
         if entropy_rank > 0.5 or "rank" in self.told:
             return []
         self.told.add("rank")
+        fading = shortcut.fades_by()
+        if fading is None:
+            advice = "look at the images (residua data preview), then try another --lr or a longer run"
+        else:
+            advice = f"raise {fading}" + " or let it come in gradually (--anneal 0.5)" * (shortcut.anneal < 0.5)
         return [
             f"the features have nearly collapsed: entropy rank {entropy_rank:.2f} nats of at most {math.log(dim):.1f}. "
-            "Early in training that is common with a small alpha_min; if it stays, raise --alpha-min "
-            "or let it come in gradually (--anneal 0.5)."
+            f"Early in training that is common{' with strong fading' * (fading is not None)}; if it stays, {advice}."
         ]
+
+
+def any_of(options: Sequence[str]) -> str:
+    """a; a or b; a, b, or c."""
+    *first, last = options
+    return f"{', '.join(first)}{',' * (len(first) > 1)} or {last}" if first else last

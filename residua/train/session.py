@@ -24,6 +24,7 @@ from residua.data.feed import Progress
 from residua.files import write_text
 from residua.lock import claim, held, release
 from residua.nn.stream import residual_part
+from residua.train.health import any_of
 from residua.train.loop import Hooks, Loop, Objective
 from residua.train.machine import activation_bytes, count_parameters, device_name, environment
 from residua.train.optim import Groups, Settings
@@ -51,8 +52,17 @@ class Session(Generic[C, M]):
     run: Path | None
     preprocessing: Preprocessing
 
-    remedies = "a smaller --lr or --clip 1.0"
-    """What to try when a run blows up."""
+    @property
+    def remedies(self) -> str:
+        """What to try when a run blows up: options that this one can still take."""
+        clip = self.config.optim.clip  # type: ignore[attr-defined]
+        smaller = "a smaller --clip" if clip is not None and clip <= 1 else "--clip 1.0"
+        return any_of(["a smaller --lr", smaller, *self._calmer()])
+
+    def _calmer(self) -> list[str]:
+        """Options of the network among them."""
+        fading = self.config.shortcut.fades_by()  # type: ignore[attr-defined]
+        return [f"a larger {fading}"] if fading else []
 
     @property
     def machine(self) -> MachineConfig:

@@ -1,11 +1,13 @@
 """What a run is told when it goes wrong, and that a normal one is told nothing."""
 
 import math
+import re
 
 import pytest
 import torch
 
 from residua.train.health import Health
+from residua.train.options import ShortcutConfig
 
 CPU = torch.device("cpu")
 
@@ -14,7 +16,7 @@ def test_a_normal_run_is_told_nothing() -> None:
     health = Health(steps=1000)
     for step in range(10, 1001, 10):
         assert health.check(step, loss=1.0 * 0.999**step, wait_share=0.05, device=CPU) == []
-    assert health.check_rank(3.0, dim=384) == []
+    assert health.check_rank(3.0, 384, ShortcutConfig(alpha_min=0.7)) == []
 
 
 def test_a_loss_that_does_not_move_is_told_once_and_late() -> None:
@@ -64,8 +66,24 @@ def test_nearly_full_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_collapsed_features_are_named() -> None:
     health = Health(steps=100)
-    (message,) = health.check_rank(0.12, dim=384)
+    (message,) = health.check_rank(0.12, 384, ShortcutConfig(alpha_min=0.7))
     assert "collapsed" in message
     assert f"0.12 nats of at most {math.log(384):.1f}" in message
-    assert "--alpha-min" in message
-    assert health.check_rank(0.12, dim=384) == []
+    assert "raise --alpha-min or let it come in gradually (--anneal 0.5)" in message
+    assert health.check_rank(0.12, 384, ShortcutConfig(alpha_min=0.7)) == []
+
+
+@pytest.mark.parametrize(
+    ("shortcut", "advised"),
+    [
+        (ShortcutConfig(alpha_min=0.7, anneal=0.5), {"--alpha-min"}),
+        (ShortcutConfig(alpha_min=1.0, alpha_eff=0.01), {"--alpha-eff", "--anneal"}),
+        (ShortcutConfig(alpha_min=1.0, alpha_eff=1.0), {"--lr"}),
+        (ShortcutConfig(alpha_min=1.0), {"--lr"}),
+        (ShortcutConfig(alpha_min=1.0, schedule="learned"), {"--lr"}),
+        (ShortcutConfig(alpha_min=1.0, control="both"), {"--lr"}),
+    ],
+)
+def test_collapsed_features_are_told_what_this_run_can_do(shortcut: ShortcutConfig, advised: set[str]) -> None:
+    (message,) = Health(steps=100).check_rank(0.12, 384, shortcut)
+    assert set(re.findall(r"--[a-z-]+", message)) == advised
