@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from residua.train.options import ShortcutConfig
 
@@ -20,8 +21,19 @@ class Health:
     first_loss: float | None = None
     """Of the run's first record, in this process or before it was resumed."""
 
-    def check(self, step: int, loss: float, wait_share: float, device: torch.device) -> list[str]:
-        """Sentences to show after a record: `loss` over the interval, share of time spent waiting for images."""
+    def check(
+        self,
+        step: int,
+        loss: float,
+        wait_share: float,
+        device: torch.device,
+        splits: bool = False,
+        savers: Sequence[str] = (),
+    ) -> list[str]:
+        """Sentences to show after a record: `loss` over the interval, share of time spent waiting for images.
+
+        `splits`: whether the run goes on with fewer images at once where memory runs out; `savers`: see below.
+        """
         found = {}
         late = step >= max(100, 0.2 * self.steps)
         if self.first_loss is None:
@@ -42,7 +54,8 @@ class Health:
             if free < 0.03 * total:
                 found["memory"] = (
                     f"device memory is nearly full ({(total - free) / 2**30:.0f} of {total / 2**30:.0f} GiB). "
-                    "If it runs out, the batch is split by itself; --micro-batch or --grad-checkpointing avoid that."
+                    f"If it runs out, {'the batch is split by itself' if splits else 'the run stops'}"
+                    f"{f'; what avoids that: {any_of(savers)}' if savers else ''}."
                 )
         fresh = [text for kind, text in found.items() if kind not in self.told]
         self.told |= set(found)
@@ -62,6 +75,15 @@ class Health:
             f"the features have nearly collapsed: entropy rank {entropy_rank:.2f} nats of at most {math.log(dim):.1f}. "
             f"Early in training that is common{' with strong fading' * (fading is not None)}; if it stays, {advice}."
         ]
+
+
+def memory_savers(model: nn.Module, micro: int | None) -> list[str]:
+    """Options by which training would take less memory; `micro`: images at once, where there can be fewer."""
+    parts = list(model.modules())
+    fixed = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)  # such blocks are not recomputed
+    recomputed = any(getattr(part, "grad_checkpointing", False) for part in parts)
+    fewer = [] if micro is None else [f"a --micro-batch below {micro}"]
+    return fewer + ["--grad-checkpointing"] * (not fixed and not recomputed)
 
 
 def any_of(options: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from residua.adapt import shortcuts
 from residua.data import Batch, Feed
 from residua.train import checkpoint as ckpt
-from residua.train.health import Health
+from residua.train.health import Health, any_of, memory_savers
 from residua.train.machine import autocast, peak_flops
 from residua.train.metrics import Record, append_metrics, read_metrics, replace_metrics, truncate_metrics
 from residua.train.optim import (
@@ -179,10 +179,10 @@ class Loop:
                 return self.recorded(*inputs) if self.recorded else self._update(*inputs)
             except torch.OutOfMemoryError as error:
                 self.optimizer.zero_grad(set_to_none=True)
-                if self.accelerator.num_processes > 1 or self.micro <= self.together:
+                if not self._splits():
                     raise TrainingStopped(
                         f"out of memory with {self.micro} images at once at step {self.step:,}: "
-                        "set a smaller --micro-batch, add --grad-checkpointing, or take a smaller model"
+                        f"try {any_of([*self._savers(), 'a smaller model'])}"
                     ) from error
             self.micro = self._whole(-(-self.micro // 2))
             self.recorded = None  # accumulated steps are not replayed
@@ -194,6 +194,13 @@ class Loop:
                 f"out of memory: from here {self.micro} images at once, {parts} times a step; "
                 f"the batch stays {self.settings.batch_size}"
             )
+
+    def _splits(self) -> bool:
+        """Whether the run goes on with fewer images at once where memory runs out."""
+        return self.accelerator.num_processes == 1 and self.micro > self.together
+
+    def _savers(self) -> list[str]:
+        return memory_savers(self.bare, self.micro if self.micro > self.together else None)
 
     def _set_rates(self) -> None:
         """The learning rate of every group; on CUDA as tensors, so that a recorded step reads today's."""
@@ -294,7 +301,8 @@ class Loop:
         if self.feed.skipped:
             record["skipped_images"] = self.feed.skipped
         share = (self.feed.wait_seconds - waited) / seconds
-        for message in self.health.check(self.step, record["loss"], share, self.device):
+        found = self.health.check(self.step, record["loss"], share, self.device, self._splits(), self._savers())
+        for message in found:
             self.hooks.on_message(message)
         return record
 

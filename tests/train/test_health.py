@@ -2,11 +2,13 @@
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
 
-from residua.train.health import Health
+import residua
+from residua.train.health import Health, memory_savers
 from residua.train.options import ShortcutConfig
 
 CPU = torch.device("cpu")
@@ -60,8 +62,21 @@ def test_nearly_full_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert health.check(1, 1.0, 0, gpu) == []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 80 * 2**30))
     (message,) = health.check(2, 1.0, 0, gpu)
-    assert "nearly full (79 of 80 GiB)" in message
-    assert "--micro-batch" in message
+    assert "nearly full (79 of 80 GiB). If it runs out, the run stops." in message
+    (message,) = Health(steps=100).check(2, 1.0, 0, gpu, splits=True, savers=["one option", "another"])
+    assert message.endswith("the batch is split by itself; what avoids that: one option or another.")
+
+
+def test_only_options_that_a_network_takes_save_memory() -> None:
+    vit: Any = residua.create_model("vit_nano", img_size=16, patch_size=4)
+    assert memory_savers(vit, 8) == ["a --micro-batch below 8", "--grad-checkpointing"]
+    assert memory_savers(vit, None) == ["--grad-checkpointing"]
+    vit.set_grad_checkpointing()
+    assert memory_savers(vit, None) == []
+    resnet: Any = residua.create_model("resnet18", img_size=16)
+    with pytest.raises(ValueError, match="not recomputed"):
+        resnet.set_grad_checkpointing()
+    assert memory_savers(resnet, None) == []
 
 
 def test_collapsed_features_are_named() -> None:
