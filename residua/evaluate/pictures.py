@@ -19,6 +19,10 @@ from residua.train.samplefiles import Folder, described
 Split = Literal["train", "test"]
 
 
+class MixedSizes(DataError):
+    """Images that are not of one size."""
+
+
 class Pictures(Source):
     """A source as colour images of 8 bits and one size.
 
@@ -44,7 +48,7 @@ class Pictures(Source):
         if self.fitted:
             image = resize(_central(image, *self.shape), *self.shape)
         elif image.shape[:2] != self.shape:
-            raise DataError(_mixed(self.source, {self.shape, image.shape[:2]}, self.source.identify(i)))
+            raise MixedSizes(_mixed(self.source, {self.shape, image.shape[:2]}, self.source.identify(i)))
         return conform(image, 3, np.dtype(np.uint8))
 
     def size(self, i: int) -> tuple[int, int]:
@@ -64,6 +68,11 @@ class Pictures(Source):
             base = base.parent
         return isinstance(base, ArraySource)
 
+    def untouched(self) -> Pictures | None:
+        """The same images as they are, where all that were looked at have the size that they are brought to."""
+        same = self.fitted and bool((self.source.sizes() == np.array(self.shape)).all())
+        return Pictures(self.source) if same else None
+
     def fingerprint(self) -> str:
         return fingerprint_of(self.source.fingerprint(), self.shape, self.fitted)
 
@@ -71,7 +80,7 @@ class Pictures(Source):
 def _common_size(source: Source) -> tuple[int, int]:
     sizes = {(int(h), int(w)) for h, w in source.sizes()}
     if len(sizes) > 1:
-        raise DataError(_mixed(source, sizes))
+        raise MixedSizes(_mixed(source, sizes))
     return sizes.pop()
 
 

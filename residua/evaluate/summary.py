@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from .cache import CacheError, Entry, FeatureCache, checksum
 from .extractor import Extractor
 from .features import Subject, read_features
 from .fid import Moments, Statistics, exact_float32, statistics
-from .pictures import Pictures, first_line
+from .pictures import MixedSizes, Pictures, first_line
 from .reading import Column, Reader, View, frozen, pass_over, undisturbed
 
 _COLUMN: Column = ("features", 0)
@@ -82,15 +82,20 @@ def exactly(extractor: Extractor, device: str | torch.device | None) -> Iterator
 def summarize(
     pictures: Pictures, extractor: Extractor, settings: Settings, *, features: bool, cache: FeatureCache | None = None
 ) -> Summary:
-    """Statistics of a source's images, and their features where `features` says so."""
+    """Statistics of a source's images, and their features where `features` says so.
+
+    Images that have the size already that they are brought to are kept as the images that they are, not once more.
+    """
     plain = Preprocessing(pictures.shape, (0.0,) * 3, (1.0,) * 3)
     view = Untouched(plain, settings.batch_size, bf16=settings.bf16)
     reader = _reader(extractor, f"reading {pictures.name}", len(pictures), settings.progress)
     entry = stored = kept = None
     if cache is not None:
-        fingerprint = pictures.fingerprint()
-        entry = cache.entry(extractor.identity, fingerprint, pictures, view, settings.on_bad_image)
+        entry = cache.entry(extractor.identity, pictures.fingerprint(), pictures, view, settings.on_bad_image)
         stored = load_statistics(entry)
+        if stored is None and (same := pictures.untouched()) is not None:
+            with suppress(MixedSizes):  # of one that was not looked at
+                return summarize(same, extractor, settings, features=features, cache=cache)
         if stored is None:
             check_writable(entry)
     if features:

@@ -137,6 +137,27 @@ def test_a_run_is_compared_with_the_images_that_it_saw(
     assert "give --reference" in said
 
 
+@pytest.mark.parametrize("data", ["shapes?n=20&size=8&test=4", "folder:flat", "folder:split"])
+def test_a_reference_is_kept_once_for_a_run_and_for_its_samples(
+    data: str, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """A run brings the reference to the size of its samples, which it has."""
+    monkeypatch.chdir(tmp_path)
+    for i in range(20):
+        for folder in ("flat", f"split/train/{'ab'[i % 2]}"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (i, i * i % 200, 0)).save(f"{folder}/{i}.png")
+    diffusion_run(tmp_path / "run")
+    Path("run/config.yaml").write_text(f"data: {{data: '{data}', img_size: 8}}\n")
+    options = ["--extractor", str(script), "--cache-dir", "kept", "--device", "cpu"]
+    assert cli.main(["score", "run", "-n", "4", *options]) == 0
+    assert "reference: kept in kept" in capsys.readouterr().out
+    (samples,) = Path("run/samples").iterdir()
+    assert cli.main(["score", str(samples), "--reference", data, *options]) == 0
+    assert "reference: read from kept" in capsys.readouterr().out
+    assert len(list(Path("kept").rglob("statistics.npz"))) == 1
+
+
 @pytest.mark.parametrize("options", [["-n", "4"], ["--latents", "ae"]])
 def test_what_is_for_runs_alone_is_refused_of_others(options: list[str], tmp_path: Path, capsys) -> None:
     assert cli.main(["score", str(tmp_path), "--reference", "shapes", *options]) == 2

@@ -67,6 +67,36 @@ def test_a_reference_kept_beforehand_is_read_by_the_score(small: Extractor, tmp_
     assert found.scores == score(source(5, 1), source(20, 2), extractor=small, img_size=10).scores
 
 
+class Odd(ArraySource):
+    """One image has another size, and was not among those that were looked at."""
+
+    def read(self, i: int, target: int | None = None) -> np.ndarray:
+        return super().read(i)[:, :8] if i == 3 else super().read(i)
+
+
+def test_images_brought_to_their_own_size_are_kept_once(small: Extractor, tmp_path: Path) -> None:
+    fakes, real = source(5, 1), source(20, 2)
+    cache = FeatureCache(tmp_path / "cache")
+    for metrics in ("fid", "kid"):
+        options = {"metrics": metrics, "extractor": small, "cache": cache}
+        found = [score(fakes, real, img_size=size, **options) for size in (None, 12)]
+        assert found[0].scores == found[1].scores
+    assert len(list(cache.folder.iterdir())) == 1
+    assert (cache.computed, cache.read) == (2, 2)
+
+
+def test_an_image_of_another_size_is_brought_to_the_size_only_where_that_was_asked_for(
+    small: Extractor, tmp_path: Path
+) -> None:
+    odd = Odd("odd", "train", source(20, 2).images, None, None)
+    fresh = score(source(5, 1), odd, extractor=small, img_size=12)
+    for _ in range(2):
+        kept = score(source(5, 1), odd, extractor=small, img_size=12, cache=tmp_path)
+        assert kept.scores == fresh.scores
+        with pytest.raises(DataError, match="differ in size"):
+            score(source(5, 1), odd, extractor=small, cache=tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore:.*cannot be read")
 def test_statistics_without_images_that_were_skipped_are_not_those_of_all(small: Extractor, tmp_path: Path) -> None:
     folder = tmp_path / "real"
