@@ -207,7 +207,9 @@ def load_statistics(entry: Entry) -> Statistics | None:
         return None
     try:
         count, mean, cov, written = (read_npz(file, name) for name in ("count", "mean", "cov", "checksum"))
-        if count is None or mean is None or cov is None or checksum(np.vstack([mean, cov])) != str(written):
+        if mean is not None and cov is not None and checksum(np.vstack([mean, cov])) == str(written):
+            return None  # of an older version, which left the count out
+        if count is None or mean is None or cov is None or _checksum(int(count), mean, cov) != str(written):
             raise ValueError("it is not what was written")
     except Exception as error:  # whatever a damaged archive makes of itself
         entry.cache.note(f"cached statistics in {file} are damaged ({error}); computing them again")
@@ -234,9 +236,13 @@ def store_statistics(entry: Entry, stats: Statistics) -> None:
     mean, cov = stats.mean.numpy(), stats.cov.numpy()
     try:
         with replacing(entry.folder / "statistics.npz") as part, part.open("wb") as file:
-            np.savez(file, count=stats.count, mean=mean, cov=cov, checksum=checksum(np.vstack([mean, cov])))
+            np.savez(file, count=stats.count, mean=mean, cov=cov, checksum=_checksum(stats.count, mean, cov))
     except OSError as error:
         entry.cache.note(f"statistics could not be kept in {entry.cache.folder}: {error.strerror or error}")
+
+
+def _checksum(count: int, mean: np.ndarray, cov: np.ndarray) -> str:
+    return f"{count} images, {checksum(np.vstack([mean, cov]))}"
 
 
 def published_statistics(spec: object, names: tuple[str, str] = ("mu", "sigma")) -> Statistics | None:

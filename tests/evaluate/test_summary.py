@@ -12,9 +12,17 @@ from residua.data import DataError
 from residua.data.arrays import ArraySource
 from residua.evaluate import CacheError, FeatureCache, statistics
 from residua.evaluate import summary as module
+from residua.evaluate.cache import Entry, checksum
 from residua.evaluate.extractor import Extractor, script_extractor
+from residua.evaluate.fid import Statistics
 from residua.evaluate.generative import score
-from residua.evaluate.summary import Settings, keep_reference, published_statistics, summarize_batches
+from residua.evaluate.summary import (
+    Settings,
+    keep_reference,
+    published_statistics,
+    store_statistics,
+    summarize_batches,
+)
 
 CPU = torch.device("cpu")
 
@@ -37,20 +45,38 @@ def test_statistics_that_are_whole_and_not_what_was_written_are_computed_again(
     small: Extractor, tmp_path: Path
 ) -> None:
     notes: list[str] = []
-    options = {"extractor": small, "cache": FeatureCache(tmp_path, notes.append)}
+    cache = FeatureCache(tmp_path, notes.append)
+    options = {"extractor": small, "cache": cache}
     first = score(source(5, 1), source(20, 2), **options)
     (file,) = tmp_path.rglob("statistics.npz")
     kept = dict(np.load(file))
-    for changed in ({"mean": kept["mean"] + 1}, {"cov": 2 * kept["cov"]}):
+    for changed in ({"mean": kept["mean"] + 1}, {"cov": 2 * kept["cov"]}, {"count": 7}):
         np.savez(file, **kept | changed)
         assert score(source(5, 1), source(20, 2), **options).scores == first.scores
         assert "damaged (it is not what was written)" in notes.pop()
-    np.savez(file, **kept | {"count": 7})  # of another number of images than there are features
+    few = Statistics(7, torch.from_numpy(kept["mean"]), torch.from_numpy(kept["cov"]))
+    store_statistics(Entry(cache, file.parent, {}), few)  # of another number of images than there are features
     assert score(source(5, 1), source(20, 2), metrics=("fid", "prc"), **options).reference["images"] == 20
     del kept["cov"]
     np.savez(file, **kept)
     assert score(source(5, 1), source(20, 2), **options).scores == first.scores
     assert len(notes) == 1
+
+
+def test_statistics_of_an_older_version_are_computed_again_silently(small: Extractor, tmp_path: Path) -> None:
+    """Their checksum left the number of images out."""
+    notes: list[str] = []
+    options = {"extractor": small, "cache": FeatureCache(tmp_path, notes.append)}
+    first = score(source(5, 1), source(20, 2), **options)
+    (file,) = tmp_path.rglob("statistics.npz")
+    new = dict(np.load(file))
+    mean, cov = new["mean"], new["cov"]
+    np.savez(file, count=7, mean=mean, cov=cov, checksum=checksum(np.vstack([mean, cov])))
+    again = score(source(5, 1), source(20, 2), **options)
+    assert again.reference["images"] == 20
+    assert again.scores == first.scores
+    assert notes == []
+    assert str(np.load(file)["checksum"]) == str(new["checksum"])
 
 
 def test_a_reference_kept_beforehand_is_read_by_the_score(small: Extractor, tmp_path: Path) -> None:
