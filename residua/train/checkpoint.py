@@ -1,7 +1,8 @@
 """Runs on disk: atomic checkpoints, metrics, and `residua.load`.
 
 runs/NAME/
-  config.yaml  environment.json  metrics.jsonl  evaluation.json  report.html
+  config.yaml  metrics.jsonl  evaluation.json  report.html
+  environment.json      when training began (UTC) and was last resumed; versions, hardware and folder of that last time
   checkpoints/step-0001000/
     model.safetensors   weights, with everything needed to rebuild the model in its header
     model.json          the same description, for people

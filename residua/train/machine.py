@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -85,6 +86,11 @@ def _first_output(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     out = model.eval()(*(x[:1] for x in inputs))
     model.train(training)
     return (out[0] if isinstance(out, tuple) else out).sum()
+
+
+def now() -> str:
+    """Date and time in UTC: 2026-11-15T09:30:00+00:00."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def environment() -> dict[str, Any]:

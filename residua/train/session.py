@@ -26,7 +26,7 @@ from residua.lock import claim, held, release
 from residua.nn.stream import residual_part
 from residua.train.health import any_of
 from residua.train.loop import Hooks, Loop, Objective
-from residua.train.machine import activation_bytes, count_parameters, device_name, environment
+from residua.train.machine import activation_bytes, count_parameters, device_name, environment, now
 from residua.train.optim import Groups, Settings
 from residua.train.options import Config, DataConfig, MachineConfig, check_place, steps_of
 from residua.train.processes import PATIENCE, agreed
@@ -144,11 +144,23 @@ def _begin(session: Session[Any, Any], run: Path, loop: Loop) -> None:
     """Write down what is trained, and take up where the run was left."""
     if session.accelerator.is_main_process:
         session.config.save(run / "config.yaml")
-        write_text(run / "environment.json", json.dumps(environment(), indent=1))
+        write_text(run / "environment.json", json.dumps(environment() | _times(run, session.machine.resume), indent=1))
     numbers = {k: v for k, v in session.config.settings().items() if isinstance(v, int | float | str | bool)}
     session.accelerator.init_trackers("residua", config=numbers)
     if session.machine.resume:
         loop.resume()
+
+
+def _times(run: Path, resume: bool) -> dict[str, str | None]:
+    """When training `began`, null where an older version did not say; of a run that goes on also when it was last
+    `resumed`, which is when all else in the file was so."""
+    if not resume:
+        return {"began": now()}
+    try:
+        began = json.loads((run / "environment.json").read_text("utf-8"))["began"]
+    except (OSError, ValueError, KeyError, TypeError):
+        began = None
+    return {"began": began, "resumed": now()}
 
 
 def estimate(session: Session[Any, Any], steps: int = 3) -> dict[str, float]:

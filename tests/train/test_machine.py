@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+from datetime import datetime
 
 import pytest
 import torch
@@ -87,3 +89,14 @@ def test_environment_is_plain_values() -> None:
     assert written["torch"] == torch.__version__
     assert written["residua"]
     assert written["cwd"] == os.getcwd()
+
+
+def test_now_is_a_time_of_day_that_means_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    earliest = int(time.time())
+    told = machine.now()
+    monkeypatch.undo()
+    time.tzset()
+    assert told.endswith("+00:00")
+    assert earliest <= datetime.fromisoformat(told).timestamp() <= time.time()

@@ -1,5 +1,6 @@
 """Whole runs: killed at any moment and resumed, shared by processes, and refused before work starts."""
 
+import json
 import random
 import shutil
 import signal
@@ -314,6 +315,27 @@ def test_the_run_folder(finished: Path) -> None:
     assert isinstance(model, MAE)
     assert float(model.encoder.shortcut.alpha[-1]) == pytest.approx(0.7)
     assert model.preprocessing.img_size == (16, 16)
+
+
+def test_a_run_says_when_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And when it was last continued, with what the rest of the file is of."""
+    run = tmp_path / "run"
+
+    def at(time: str, **changes: Any) -> tuple[str | None, str | None]:
+        monkeypatch.setattr("residua.train.session.now", lambda: time)
+        pretrain(small(run, steps=2, **changes))
+        told = json.loads((run / "environment.json").read_text())
+        assert told["torch"] == torch.__version__
+        return told["began"], told.get("resumed")
+
+    assert at("first") == ("first", None)
+    assert at("second", resume=True) == ("first", "second")
+    assert at("third", resume=True) == ("first", "third")
+    for left in ('{"torch": "1"}', "{", "[]"):  # of an older version, or damaged
+        (run / "environment.json").write_text(left)
+        assert at("fourth", resume=True) == (None, "fourth")
+    (run / "environment.json").unlink()
+    assert at("fifth", resume=True) == (None, "fifth")
 
 
 def test_it_learns(tmp_path: Path) -> None:
