@@ -310,6 +310,7 @@ def _write_array(
             os.replace(whole, path)
         finally:
             whole.unlink(missing_ok=True)
+            del rows  # Windows removes no file that is mapped
         shutil.rmtree(parts)
     wait()
 

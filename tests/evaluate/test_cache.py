@@ -196,6 +196,16 @@ def test_two_that_finish_the_same_pass_leave_each_other_the_features(tmp_path) -
         assert torch.equal(features["tokens", 2], rows)
 
 
+def test_on_windows_features_are_kept_and_read_alike(
+    vit: ViT, noise: Splits, tmp_path: Path, like_windows: None
+) -> None:
+    fresh, cache = extract(vit, noise, splits=("test",), layers="all"), FeatureCache(tmp_path)
+    for layers in ([0], "all", "all"):
+        found = extract(vit, noise, splits=("test",), layers=layers, cache=cache)
+        assert all(torch.equal(found.test.layer(i), fresh.test.layer(i)) for i in found.test.layers)
+    assert (cache.computed, cache.read) == (3, 4)
+
+
 def test_what_killed_writers_left_is_removed_and_others_are_let_be(vit: ViT, noise: Splits, tmp_path) -> None:
     extract(vit, noise, splits=("test",), cache=tmp_path)
     entry = passes(tmp_path)[0].parent
