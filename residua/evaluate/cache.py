@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -289,18 +290,8 @@ def _sweep(folder: Path) -> None:
     host = socket.gethostname()
     for part in folder.glob(f"*/.part-{host}-*"):
         pid = part.name.removeprefix(f".part-{host}-").partition("-")[0]
-        if not (pid.isdigit() and _alive(int(pid))):
+        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
             shutil.rmtree(part, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _name(column: Column) -> str:
