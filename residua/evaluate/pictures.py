@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import numpy as np
@@ -107,7 +107,7 @@ def open_images(spec: str, split: Split | None = None) -> Source:
     images unless told otherwise. Arrays are uint8 (N, H, W, 3), in a `.npz` under `arr_0` or as its only one.
     """
     path = Path(spec.removeprefix("folder:")).expanduser()
-    if path.suffix.lower() in (".npz", ".npy") and ":" not in spec:
+    if is_array(spec, path):
         return _open_array(path)
     if (path / "checkpoints").is_dir():
         raise DataError(f"{spec} is a run, not images: give a folder, a .npz or .npy file, or a source of images")
@@ -120,6 +120,11 @@ def open_images(spec: str, split: Split | None = None) -> Source:
     if source is None:
         raise DataError(f"{spec} has no test images")
     return source
+
+
+def is_array(spec: str, path: PurePath) -> bool:
+    """Whether images are named by the `path` of an array; a colon that belongs to no drive names another source."""
+    return path.suffix.lower() in (".npz", ".npy") and ":" not in spec.removeprefix(path.drive)
 
 
 def open_samples(folder: Path, n: int) -> Source:

@@ -1,6 +1,6 @@
 import json
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from PIL import Image
 
 from residua.data import DataError, arrays
 from residua.data.arrays import ArraySource
-from residua.evaluate.pictures import Pictures, made_by, open_images
+from residua.evaluate.pictures import Pictures, is_array, made_by, open_images
 from residua.evaluate.summary import published_statistics
 
 
@@ -116,6 +116,19 @@ def test_arrays(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(DataError, match=says):
             open_images(str(tmp_path / name))
+
+
+def test_an_array_may_lie_on_a_drive() -> None:
+    for spec, windows, posix in (
+        ("samples.npz", True, True),
+        (r"C:\samples\a.NPY", True, False),  # on Windows a path, elsewhere a source of images
+        ("hf:somebody/set.npy", False, False),
+        (r"folder:C:\samples.npz", False, False),
+    ):
+        path = spec.removeprefix("folder:")
+        assert is_array(spec, PureWindowsPath(path)) == windows
+        assert is_array(spec, PurePosixPath(path)) == posix
+    assert not is_array(r"C:\samples", PureWindowsPath(r"C:\samples"))
 
 
 def damaged(file: Path) -> Iterator[bytes]:
