@@ -142,7 +142,7 @@ def made_by(spec: str) -> dict[str, Any]:
     if known or not array or not file.is_file():
         return known
     try:
-        found = json.loads(file.read_text(errors="replace"))
+        found = json.loads(file.read_text("utf-8", errors="replace"))
     except ValueError as error:
         raise DataError(f"{file} is not JSON: {error}") from error
     return found if isinstance(found, dict) else {}

@@ -202,7 +202,7 @@ def described(path: Path) -> dict[str, Any]:
     if file == path:
         about = _stored(path, "about", _ABOUT)
         return {} if about is None else _parsed(str(about), path)
-    return _parsed(file.read_text(errors="replace"), file) if file.is_file() else {}
+    return _parsed(file.read_text("utf-8", errors="replace"), file) if file.is_file() else {}
 
 
 def _parsed(text: str, file: Path) -> dict[str, Any]:

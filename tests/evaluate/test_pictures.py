@@ -1,3 +1,4 @@
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -196,3 +197,13 @@ def test_how_samples_came_about(tmp_path: Path) -> None:
             made_by(str(folder))
     (tmp_path / "x.json").write_text("[1, 2]")  # somebody else's
     assert made_by(str(tmp_path / "x.npz")) == {}
+
+
+def test_how_samples_came_about_is_read_as_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "text_encoding", lambda given, *_: given or "cp1252")  # as on Windows
+    known = {"classes": "Äpfel"}
+    text = json.dumps(known, ensure_ascii=False)
+    folder = write(tmp_path / "samples", a=pixels(4, 4, 3))
+    for file in (folder / "samples.json", tmp_path / "x.json"):
+        file.write_text(text, encoding="utf-8")
+    assert made_by(f"folder:{folder}") == made_by(str(tmp_path / "x.npz")) == known
