@@ -107,7 +107,7 @@ def resolve(config: Pretrain, source: Source, device: str) -> Pretrain:
     """Choose every setting left at "auto", from the images and the device."""
     check(rules(config))
     n, gpu = len(source), device != "cpu"
-    check_images(config, n)
+    check_images(config, n, "start a new run (--init takes its weights along)")
     o = config.optim
     batch = min((256 if gpu else 64) if o.batch_size == "auto" else o.batch_size, n)
     steps = auto_steps(o, n, batch, *((5_000_000, 100, 800, 3000) if gpu else (150_000, 5, 60, 1500)))

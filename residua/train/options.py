@@ -347,7 +347,7 @@ def auto_steps(optim: OptimConfig, images: int, batch: int, budget: int, least: 
     return max(fewest, math.ceil(min(most, max(least, round(budget / images))) * images / batch))
 
 
-def check_images(config: Any, count: int) -> None:
+def check_images(config: Any, count: int, remedy: str = "start a new run") -> None:
     """A run that is resumed goes on with as many images as it was begun with."""
     o = config.optim
     if not config.machine.resume or not o.steps or "auto" in (o.epochs, o.batch_size):
@@ -356,7 +356,7 @@ def check_images(config: Any, count: int) -> None:
     if then != count:
         raise ValueError(
             f"the run was begun with {then:,} images and now there are {count:,}: put the images back as they were, or "
-            "start a new run (--init takes its weights along)"
+            f"{remedy}"
         )
 
 

@@ -1,0 +1,75 @@
+"""Options that messages and help texts name are there."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import tyro
+
+import residua
+from residua import cli
+from residua.cli.sweep import OWN
+from residua.train import Diffuse, Finetune, Pretrain
+
+ROOT = Path(residua.__file__).parent
+POSITIONAL = set(tyro.conf.Positional[str].__metadata__)  # type: ignore[attr-defined]
+TRAINED_ALIKE = ("checkpoint", "health", "loop", "machine", "metrics", "optim", "options", "session")
+"""Files of `residua.train` whose words the user of any of the three commands may read."""
+
+
+def named_in(file: Path) -> set[str]:
+    """Options that the strings of a file name."""
+    strings = (node.value for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Constant))
+    return {name for text in strings if isinstance(text, str) for name in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
+
+
+def options_of(kind: Any) -> Iterator[str]:
+    """Options of a class of settings, in groups or not, or of several such classes."""
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        for part in get_args(kind):
+            yield from options_of(part)
+        return
+    for field, hint in get_type_hints(kind, include_extras=True).items():
+        name = field.replace("_", "-")
+        if is_dataclass(hint):
+            yield from options_of(hint)
+        elif not POSITIONAL & set(getattr(hint, "__metadata__", ())):
+            yield from (f"--{name}", f"--no-{name}") if hint is bool else (f"--{name}",)
+
+
+class Parsed(Exception):
+    """What a command parses its arguments into."""
+
+
+def test_every_option_that_is_named_is_one_of_some_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(kind: Any, **_: Any) -> None:
+        raise Parsed(kind)
+
+    monkeypatch.setattr(tyro, "cli", parse)
+    known = {"--help", "--version", "--name", "--no-name", *(f"--{name.replace('_', '-')}" for name in OWN)}
+    for command in set(cli.COMMANDS) - {"sweep", "recipes"}:  # the one has its own parser, the other no options
+        with pytest.raises(Parsed) as parsed:
+            cli.main([command])
+        known |= set(options_of(parsed.value.args[0]))
+    unknown = {file.name: sorted(named_in(file) - known) for file in ROOT.rglob("*.py")}
+    assert {name: options for name, options in unknown.items() if options} == {}
+
+
+@pytest.mark.parametrize("kind", [Pretrain, Finetune, Diffuse])
+def test_what_every_training_says_every_training_takes(kind: Any) -> None:
+    known = {*options_of(kind), "--help"}
+    unknown = {name: sorted(named_in(ROOT / "train" / f"{name}.py") - known) for name in TRAINED_ALIKE}
+    assert {name: options for name, options in unknown.items() if options} == {}
+
+
+def test_options_of_commands_are_those_of_their_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the two ways to know them."""
+    with pytest.raises(SystemExit):
+        cli.main(["pretrain", "--help"])
+    shown = set(re.findall(r"^[│|]?\s*(--[a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE))
+    assert len(shown) > 50
+    assert shown - {"--help"} <= set(options_of(Pretrain))
