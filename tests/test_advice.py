@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -13,7 +14,11 @@ import tyro
 import residua
 from residua import cli
 from residua.cli.sweep import OWN
+from residua.evaluate.extractor import open_extractor
+from residua.report.parts import load_data
+from residua.report.runs import read_run
 from residua.train import Diffuse, Finetune, Pretrain
+from residua.train.samplefiles import check_place
 
 ROOT = Path(residua.__file__).parent
 POSITIONAL = set(tyro.conf.Positional[str].__metadata__)  # type: ignore[attr-defined]
@@ -73,3 +78,39 @@ def test_options_of_commands_are_those_of_their_help(capsys: pytest.CaptureFixtu
     shown = set(re.findall(r"^[│|]?\s*(--[a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE))
     assert len(shown) > 50
     assert shown - {"--help"} <= set(options_of(Pretrain))
+
+
+def test_a_page_of_runs_does_not_ask_for_an_option_that_its_command_lacks(tmp_path: Path) -> None:
+    config = Pretrain().override(data="folder:pictures")
+    (tmp_path / "checkpoints").mkdir()
+    config.save(tmp_path / "config.yaml")
+    (tmp_path / "environment.json").write_text('{"cwd": "/the/start"}')
+    missing: list[str] = []
+    assert load_data(read_run(tmp_path), missing) is None
+    assert "relative to /the/start" in missing[0]
+    assert not re.findall("--[a-z]+", missing[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["inception", "none.pth"], ["timm:test_vit.r160_in1k"]],
+)
+def test_weights_of_an_extractor_are_named_as_in_training_too(
+    options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`residua diffuse` and `sweep` have an option of their own for them."""
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr("timm.create_model", unreachable)
+    with pytest.raises(ValueError, match=r"--weights FILE.*--fid-weights FILE"):
+        open_extractor(*options)
+
+
+def test_where_samples_of_a_run_cannot_be_written_the_command_is_named(tmp_path: Path) -> None:
+    """`residua score RUN` makes them, too, and its --out is another file."""
+    (tmp_path / "file").write_text("")
+    model = SimpleNamespace(preprocessing=SimpleNamespace(in_chans=3))
+    with pytest.raises(ValueError, match=r"cannot be written.*residua sample --out"):
+        check_place(tmp_path / "file" / "samples", model)

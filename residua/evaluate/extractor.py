@@ -78,7 +78,7 @@ def open_extractor(
     if name.startswith("timm:"):
         return timm_extractor(name.removeprefix("timm:"), weights)
     if weights is not None:
-        raise ValueError(f"--weights is for inception, {SPATIAL} and timm:NAME; {name} brings its own")
+        raise ValueError(f"a file of weights is for inception, {SPATIAL} and timm:NAME; {name} brings its own")
     path = Path(name).expanduser()
     if path.is_file() and is_torchscript(path):
         return script_extractor(path)
@@ -147,7 +147,10 @@ def timm_extractor(name: str, weights: str | Path | None = None) -> Extractor:
     try:
         model = timm.create_model(name, pretrained=True, num_classes=0, pretrained_cfg_overlay=overlay).eval()
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"timm:{name}: its weights could not be had ({error}); give a file with --weights") from error
+        raise ValueError(
+            f"timm:{name}: its weights could not be had ({error}); give a file of them, --weights FILE (of residua "
+            "diffuse and sweep --fid-weights FILE)"
+        ) from error
     config = resolve_model_data_config(model)
     pre = from_timm(config, tuple(config["input_size"][1:]), 3)
     about = {"timm": name, "preprocessing": pre.to_dict()}

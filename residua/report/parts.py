@@ -207,7 +207,7 @@ def load_data(run: Run, missing: list[str]) -> Splits | None:
     """The run's images, or a sentence about why there are none."""
     assert run.config is not None
     try:
-        check_place(run.path, run.config.data.data)
+        check_place(run.path, run.config.data.data, "call this from there")
         return data.load(run.config.data.data)
     except (DataError, OSError, ImportError, ValueError) as error:
         missing.append(f"No pictures: the images of {run.name} cannot be opened ({error})")

@@ -142,7 +142,7 @@ def write_samples(
             raise
         raise ValueError(
             f"{path}: there is no room for {n:,} samples ({error.strerror}): free some space and run the same again, "
-            "which goes on from what is there, or choose another --out"
+            "which goes on from what is there, or choose another place (residua sample --out)"
         ) from error
     return path
 
@@ -158,7 +158,7 @@ def check_place(path: Path, model: Any) -> None:
     if kind not in (".png", ".npz") and path.is_file():
         raise ValueError(f"{path} is a file, and {places}: choose another --out")
     if not above.is_dir() or not (path.exists() or os.access(above, os.W_OK)):
-        raise ValueError(f"{path} cannot be written: {above} is no folder, or read-only; choose another --out")
+        raise ValueError(f"{path} cannot be written: {above} is no folder, or read-only: residua sample --out FOLDER")
     channels = model.preprocessing.in_chans
     if kind != ".npz" and channels not in (1, 3):
         raise ValueError(f"images of {channels} channels are no PNGs: give --out NAME.npz")

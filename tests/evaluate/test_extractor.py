@@ -107,7 +107,7 @@ def test_wrong_names_are_told(tmp_path: Path, vit: ViT, monkeypatch) -> None:
         open_extractor("timm:resnet18x")
     with pytest.raises(ValueError, match="there are no weights at"):
         open_extractor("timm:test_vit", tmp_path / "none.pth")
-    with pytest.raises(ValueError, match="--weights is for inception, inception-spatial and timm:NAME"):
+    with pytest.raises(ValueError, match="a file of weights is for inception, inception-spatial and timm:NAME"):
         open_extractor(str(tmp_path), "x.pth")
     with pytest.raises(ValueError, match="there are no Inception weights"):
         open_extractor("inception", tmp_path / "none.pth")

@@ -213,7 +213,7 @@ def test_94_convolutions_of_the_published_size() -> None:
 
 
 def test_wrong_weights_are_refused(state, tmp_path: Path, monkeypatch) -> None:
-    with pytest.raises(ValueError, match=r"no Inception weights at .*nowhere.pth; give --weights FILE: weights-inc"):
+    with pytest.raises(ValueError, match=r"no Inception weights at .*nowhere.pth; give --weights FILE .*: weights-inc"):
         load_inception(tmp_path / "nowhere.pth")
     torch.save({**state, "fc.weight": torch.zeros(1000, 2048)}, tmp_path / "torchvision.pth")
     with pytest.raises(ValueError, match=r"another Inception \(1000 classes"):

@@ -252,7 +252,7 @@ def test_a_full_disk_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.Mo
 
     model, real = network(), os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ValueError, match=r"s\.npz.*No space left.*choose another --out"):
+    with pytest.raises(ValueError, match=r"s\.npz.*No space left.*choose another place \(residua sample --out\)"):
         write_samples(model, tmp_path / "s.npz", 2, QUICK)
     assert not list(tmp_path.rglob("*.npy"))
     monkeypatch.setattr(os, "posix_fallocate", real)
