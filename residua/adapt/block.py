@@ -187,8 +187,8 @@ class Faded(nn.Module):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Its class is made at run time: copies and pickles make it again."""
-        return _rebuild, (self.residua_plain, self.residua_kind), self.__dict__
+        """Its class is made at run time: copies and pickles make it again, without code compiled for this one."""
+        return _rebuild, (self.residua_plain, self.residua_kind), self.__getstate__()
 
 
 def _rebuild(plain: type[nn.Module], kind: Kind) -> nn.Module:

@@ -68,6 +68,20 @@ def test_copies_and_pickles_fade_too_and_apart(images: Tensor) -> None:
         assert torch.equal(model(images), out)
 
 
+def test_a_copy_of_compiled_blocks_runs_on_its_own_weights(images: Tensor) -> None:
+    model = residua.fade(vit(), alpha_min=0.5)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    before = model(images)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for parameter in twin.blocks.parameters():
+            nn.init.zeros_(parameter)
+        alpha_eff = float(alphas(twin).prod())
+        embedded = twin.norm_pre(twin._pos_embed(twin.patch_embed(images)))
+        torch.testing.assert_close(twin.forward_features(images), twin.norm(alpha_eff * embedded))
+        assert torch.equal(model(images), before)
+
+
 def test_half_precision_keeps_alphas_exact_and_the_stream_half(images: Tensor) -> None:
     model = residua.fade(vit(), alpha_min=0.3)
     before = alphas(model).clone()
