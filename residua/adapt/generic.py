@@ -84,10 +84,11 @@ class Finder:
 
     def find(self) -> list[Found]:
         fill(self.copied[""], 0.0)
-        residual = {name for name in self.candidates if self.is_identity(name) and self.is_identity(name, train=True)}
+        same = {name for name in self.candidates if self.is_identity(name)}
+        residual = {name for name in same if self.is_identity(name, train=True)}
         randomise(self.copied[""])
-        self.constant = {name for name in residual if not self.has_branch(name)}
-        residual -= self.constant
+        self.tables = {name for name in same if not self.has_branch(name)}
+        residual -= self.tables
         self.careless = {name for name in residual if self.changes_input(name)}
         self.counts = Counter(type(self.modules[name]) for name in residual)
         names = self.outermost("", residual)
@@ -168,7 +169,7 @@ class Finder:
                 self.fail(name, f"it carries {call.streams} streams at once")
         keep_vectors(self.copied[""])
         blocks = {type(self.modules[name]) for name in names}
-        free = [n for n in self.candidates if n not in residual and n not in self.constant and n not in inside]
+        free = [n for n in self.candidates if n not in residual and n not in self.tables and n not in inside]
         for name in sorted(free, key=lambda n: -n.count(".")):  # innermost first: what surrounds it inherits the fault
             module, around = self.modules[name], any(at.startswith(f"{name}.") for at in names)
             if type(module) in blocks:

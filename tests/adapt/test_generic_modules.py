@@ -8,6 +8,15 @@ import residua
 from residua.adapt import blocks_of
 
 
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x)
+
+
 def test_layers_of_one_weight_a_channel_are_no_shortcuts() -> None:
     class Side(nn.Module):
         def __init__(self, kernel: int) -> None:
@@ -112,3 +121,21 @@ def test_what_adds_something_of_its_own_is_no_shortcut() -> None:
 
     given = (torch.randn(2, 5, 8), torch.randn(2, 3, 6))
     assert [at.name for at in blocks_of(Model(), given)] == ["blocks.0", "blocks.1"]
+
+
+def test_a_table_of_positions_may_end_in_dropout() -> None:
+    class Embedded(nn.Module):
+        def __init__(self, *shape: int) -> None:
+            super().__init__()
+            self.table, self.dropout = nn.Parameter(torch.randn(*shape)), nn.Dropout(0.1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.dropout(x + self.table)
+
+    x = torch.randn(2, 5, 8)
+    for shape in ((5, 8), (8,)):
+        model = nn.Sequential(Embedded(*shape), Added(), Added()).eval()
+        residua.fade(model, alpha_min=0.5, example=x)
+        y = x + model[0].table
+        y = y + model[1].f(y)
+        torch.testing.assert_close(model(x), 0.5 * y + model[2].f(y))
