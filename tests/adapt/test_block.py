@@ -247,11 +247,79 @@ def test_a_subclass_with_a_forward_of_its_own_is_another_kind() -> None:
 
 def test_what_cannot_fade_says_so() -> None:
     block = vit().blocks[0]
-    with pytest.raises(ValueError, match="because"):
+    with pytest.raises(ValueError, match="a Block cannot fade: because"):
         install(block, refused("because"), torch.ones(2))
     block.forward = lambda x: x
     with pytest.raises(ValueError, match="replaced on the instance"):
         install(block, Kind(lambda b: [Part("", lambda x: x)]), torch.ones(1))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("branch_first", [False, True])
+def test_a_sum_has_the_layout_of_the_blocks_own(branch_first: bool, autocast: bool) -> None:
+    class Turned(nn.Module):
+        def branch(self, x: Tensor) -> Tensor:
+            return x.mT.sin().mT  # rows last in memory
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.branch(x) + x if branch_first else x + self.branch(x)
+
+    block, x = Turned(), torch.randn(2, 3, 4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        plain = block(x)
+        install(block, Kind(lambda b: [Part("", b.branch, branch_first=branch_first)]), torch.tensor([0.5]))
+        faded = block(x)
+    assert faded.stride() == plain.stride()
+    torch.testing.assert_close(faded, 0.5 * x + x.sin())
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_steps_have_what_a_block_does_to_its_shortcut_and_to_the_sum(stride: int) -> None:
+    torch.manual_seed(0)
+    block = timm.models.resnet.BasicBlock(4, 4, stride, downsample=nn.Conv2d(4, 4, 1, 2) if stride == 2 else None)
+    model, x = nn.Sequential(block, timm.models.resnet.BasicBlock(4, 4)).eval(), torch.randn(2, 4, 6, 6)
+    residua.fade(model, control="both")
+    kept = x if block.downsample is None else block.downsample(x)
+    branch = block.bn2(block.conv2(torch.relu(block.bn1(block.conv1(x)))))
+    wanted = torch.relu(0.5**0.5 * (kept + branch))
+    torch.testing.assert_close(block(x), wanted)
+    first, second = residua.stream(model, x)
+    torch.testing.assert_close(first(x), wanted)
+    assert second.input is not None
+    torch.testing.assert_close(second.input, wanted)
+
+
+def test_what_forward_returns_around_the_stream_is_kept() -> None:
+    class Pair(nn.Module):
+        def forward(self, hidden: Tensor, gain: float = 1.0) -> tuple[Tensor, int]:
+            return hidden + gain * hidden.sin(), 7
+
+    def parts(block: nn.Module, gain: float = 1.0) -> list[Part]:
+        return [Part("", lambda x: gain * x.sin())]
+
+    block, x = Pair(), torch.randn(2, 3)
+    install(block, Kind(parts, stream="hidden", wrap=lambda b, y: (y, 7)), torch.tensor([0.5]))
+    for out in (block(x, 2.0), block(x, gain=2.0), block(gain=2.0, hidden=x)):
+        torch.testing.assert_close(out[0], 0.5 * x + 2 * x.sin())
+        assert out[1] == 7
+
+
+def test_a_faded_block_is_moved_as_its_class_would_be() -> None:
+    block = residua.fade(vit(), alpha_min=0.5).blocks[0]  # type: ignore[union-attr, index]
+    assert block.double() is block
+    block.to_empty(device="meta", recurse=False)
+    assert not block.attn.qkv.weight.is_meta
+
+
+def test_a_faded_class_is_called_as_before_and_alphas_stay_in_place() -> None:
+    model = vit()
+    name = type(model.blocks[0]).__module__, type(model.blocks[0]).__qualname__
+    residua.fade(model, alpha_min=0.5)
+    assert (type(model.blocks[0]).__module__, type(model.blocks[0]).__qualname__) == name
+    buffer = getattr(model.blocks[1], ALPHA)  # what was compiled or recorded reads this very tensor
+    residua.fade(model, alpha_min=0.2)
+    assert getattr(model.blocks[1], ALPHA) is buffer
+    torch.testing.assert_close(float(buffer[-1]), 0.2)
 
 
 def test_a_refused_model_is_left_whole(images: Tensor) -> None:

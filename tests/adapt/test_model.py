@@ -64,6 +64,7 @@ def test_a_block_that_two_parents_share_is_one_block() -> None:
 
 def test_an_example_tells_the_order_of_known_blocks(images: Tensor) -> None:
     model = Called(2, 0, 1)
+    residua.fade(model, alpha_min=0.2)  # in the order of the modules
     residua.fade(model, alpha_min=0.5, example=images)
     assert alphas(model, images) == evenly(6)
     assert [step.name for step in residua.stream(model)][::2] == ["blocks.2.attn", "blocks.0.attn", "blocks.1.attn"]
