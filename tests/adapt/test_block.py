@@ -259,7 +259,7 @@ def test_what_cannot_fade_says_so() -> None:
 def test_a_sum_has_the_layout_of_the_blocks_own(branch_first: bool, autocast: bool) -> None:
     class Turned(nn.Module):
         def branch(self, x: Tensor) -> Tensor:
-            return x.mT.sin().mT  # rows last in memory
+            return x.mT.contiguous().sin().mT  # its rows are last in memory
 
         def forward(self, x: Tensor) -> Tensor:
             return self.branch(x) + x if branch_first else x + self.branch(x)
@@ -292,15 +292,15 @@ def test_steps_have_what_a_block_does_to_its_shortcut_and_to_the_sum(stride: int
 def test_what_forward_returns_around_the_stream_is_kept() -> None:
     class Pair(nn.Module):
         def forward(self, hidden: Tensor, gain: float = 1.0) -> tuple[Tensor, int]:
-            return hidden + gain * hidden.sin(), 7
+            return (hidden + gain * hidden.sin()).tanh(), 7
 
     def parts(block: nn.Module, gain: float = 1.0) -> list[Part]:
-        return [Part("", lambda x: gain * x.sin())]
+        return [Part("", lambda x: gain * x.sin(), after=torch.tanh)]
 
     block, x = Pair(), torch.randn(2, 3)
     install(block, Kind(parts, stream="hidden", wrap=lambda b, y: (y, 7)), torch.tensor([0.5]))
     for out in (block(x, 2.0), block(x, gain=2.0), block(gain=2.0, hidden=x)):
-        torch.testing.assert_close(out[0], 0.5 * x + 2 * x.sin())
+        torch.testing.assert_close(out[0], (0.5 * x + 2 * x.sin()).tanh())
         assert out[1] == 7
 
 
