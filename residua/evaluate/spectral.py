@@ -57,6 +57,8 @@ def spectral_embedding(
     """
     if intra < 0 or inter < 0 or intra + inter == 0:
         raise ValueError(f"intra = {intra} and inter = {inter}: a patch needs neighbours")
+    if not 0 <= threshold < 1:
+        raise ValueError(f"threshold = {threshold}: weights must be positive, give a similarity from 0 to below 1")
     x = _patches(features, k)
     n, p, _ = x.shape
     x = F.normalize(x.float().to(device or x.device), dim=2)

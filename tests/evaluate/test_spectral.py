@@ -105,3 +105,9 @@ def test_wrong_inputs() -> None:
         spectral_embedding(torch.randn(3, 4, 5), 2, intra=0, inter=0)
     with pytest.raises(ValueError, match="too few"):
         spectral_embedding(torch.eye(12).view(3, 4, 12), 2)
+    for wrong in ({"intra": -1}, {"inter": -1}):
+        with pytest.raises(ValueError, match="needs neighbours"):
+            spectral_embedding(torch.randn(3, 4, 5), 2, **wrong)
+    for threshold in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"threshold = .* from 0 to below 1"):
+            spectral_embedding(torch.randn(3, 4, 5), 2, threshold=threshold)
