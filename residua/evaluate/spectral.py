@@ -131,13 +131,13 @@ def _neighbours_across(x: Tensor, count: int) -> Affinity:
     n, p, _ = x.shape
     flat = x.flatten(0, 1)
     parts = [_NO_EDGES]
-    images = max(1, _TILE.get(x.device.type, 2**24) // (p * len(flat)))
-    for start in range(0, n if count else 0, images):
-        block = x[start : start + images]
-        similarity = block.flatten(0, 1) @ flat.T
-        own = torch.arange(start, start + len(block), device=x.device)
-        similarity.view(len(block), p, n, p)[torch.arange(len(block), device=x.device), :, own] = -torch.inf
-        parts.append(_edges(*top(similarity, count), start * p))
+    rows = max(1, _TILE.get(x.device.type, 2**24) // len(flat))
+    for start in range(0, len(flat) if count else 0, rows):
+        block = flat[start : start + rows]
+        similarity = block @ flat.T
+        row = torch.arange(len(block), device=x.device)
+        similarity.view(len(block), n, p)[row, (start + row) // p] = -torch.inf
+        parts.append(_edges(*top(similarity, count), start))
     return _merge(*parts)
 
 

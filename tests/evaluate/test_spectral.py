@@ -7,6 +7,7 @@ from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
 from residua.evaluate import spectral_embedding
+from residua.evaluate.knn import top
 from residua.evaluate.spectral import random_walk_eigenvectors
 
 
@@ -132,11 +133,15 @@ def test_where_eigenvalues_are_equal_the_seed_chooses_and_repeats() -> None:
     assert (spectral_embedding(x, 2, seed=2) - found).abs().max() > 0.1
 
 
-def test_chunks_do_not_change_the_graph(monkeypatch) -> None:
+@pytest.mark.parametrize("held", [1, 300])
+def test_chunks_do_not_change_the_graph_and_hold_no_more_than_they_may(monkeypatch, held: int) -> None:
     x, _ = clusters(12, 10, 3, 0.5)
     found = spectral_embedding(x, 3)
-    monkeypatch.setattr("residua.evaluate.spectral._TILE", {"cpu": 1})
+    sizes = []
+    monkeypatch.setattr("residua.evaluate.spectral._TILE", {"cpu": held})
+    monkeypatch.setattr("residua.evaluate.spectral.top", lambda s, k: (sizes.append(s.numel()), top(s, k))[1])
     torch.testing.assert_close(spectral_embedding(x, 3), found, atol=1e-5, rtol=0)
+    assert max(sizes) <= max(held, 120)  # one patch at least
 
 
 def test_a_solver_that_does_not_converge_says_what_to_try(monkeypatch) -> None:
