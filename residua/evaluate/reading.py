@@ -117,6 +117,10 @@ class View:
     seed: int = 0
     bf16: bool = False
 
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1 image, got {self.batch_size}")
+
     def center(self, batch: Batch, full: bool = False) -> Tensor:
         """What the model sees; `full`: every image fills its canvas, which may be all there is to do."""
         p = self.preprocessing

@@ -269,8 +269,10 @@ def test_wrong_inputs(vit: ViT, noise: Splits, pictures: Path) -> None:
         segment(vit, images, masks=masks, split="test")
     with pytest.raises(ValueError, match="layers"):
         segment(vit, SHAPES, layer=7)
-    with pytest.raises(ValueError, match="at least 1 image"):
+    with pytest.raises(ValueError, match="limit must be at least 1 image"):
         segment(vit, SHAPES, max_images=0)
+    with pytest.raises(ValueError, match="batch_size must be at least 1 image, got 0"):
+        segment(vit, SHAPES, batch_size=0)
 
 
 def test_masks_that_cannot_be_right(vit: ViT, pictures: Path) -> None:
