@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,19 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import bad_images, console, counting, data_of, device_of, img_size, note, open_any, say, show
+from .console import (
+    bad_images,
+    check_folder,
+    console,
+    counting,
+    data_of,
+    device_of,
+    img_size,
+    note,
+    open_any,
+    say,
+    show,
+)
 
 if TYPE_CHECKING:
     from residua.anatomy.study import Moment
@@ -87,7 +98,7 @@ def anatomy(args: list[str]) -> None:
     folder = Path(o.out).expanduser() if o.out else run if run.is_dir() else run.parent
     if is_name(o.model) and not o.out:
         folder = Path(f"anatomy-{slug(o.model)}")
-    _check_folder(folder)
+    check_folder(folder)
     model = open_any(o.model, o.weights, img_size(o.img_size))
     data = o.data or data_of(o.model)
     splits = residua.data.load(data)
@@ -117,13 +128,6 @@ def anatomy(args: list[str]) -> None:
     of = "test" if splits.test is not None and len(splits.test) else "training"
     score = f"{of} accuracy (%)" if found.parts[0].accuracy is not None else "kNN, k = 20 (%)"
     show(anatomy_page(found, run.resolve().name, folder / "anatomy.html", moments, score), o.open)
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written to, before anything is measured."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"nothing can be written to {folder}: give another folder, --out FOLDER")
 
 
 def _moment(moment: Moment) -> None:
@@ -172,7 +176,7 @@ def ujm(args: list[str]) -> None:
     if o.open and o.out is None:
         raise ValueError("--open needs --out: the folder that the page is written to")
     if o.out is not None:
-        _check_folder(Path(o.out).expanduser())
+        check_folder(Path(o.out).expanduser())
     x, y = blobs(o.dim, o.samples, o.classes, o.noise, o.seed)
     model = solve(x, y, o.depth, penalty=o.penalty, lam=o.lam, lam_w=o.lam_w, seed=o.seed)
     rank = 1 if o.classes == 2 else o.classes  # two classes need one direction

@@ -134,11 +134,19 @@ def bad_images(model: str, spec: str) -> Any:
 
 
 def out_file(given: str, name: str) -> Path:
-    """The file that --out names, which is no folder."""
+    """The file that --out names, which is no folder and can be written."""
     out = Path(given).expanduser()
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder: name the file to write, such as {out / name}")
+    check_folder(out.parent)
     return out
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written to, before anything is measured."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"nothing can be written to {folder}: choose another --out")
 
 
 def quickest_probe(device: str) -> Literal["simple", "lbfgs"]:

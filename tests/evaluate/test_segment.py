@@ -313,6 +313,12 @@ def test_the_command(vit: ViT, pictures: Path, capsys) -> None:
     assert Image.open(pictures / "s.png").size[1] == 3 * 132 - 4
     assert cli.main(["segment", weights, *where, "--out", str(pictures)]) == 2
     assert "is a folder: name the file to write" in capsys.readouterr().err
+    assert cli.main(["segment", weights, *where, "--out", f"{pictures}/s.json/s.json"]) == 2
+    said = capsys.readouterr()
+    assert "nothing can be written to" in said.err
+    assert "mIoU" not in said.out  # told before the work
+    assert cli.main(["segment", weights, *where, "--out", f"{pictures}/s.png"]) == 2
+    assert "name the JSON file; the picture lands beside it" in capsys.readouterr().err
     (pictures / "images/2.jpg").write_bytes(b"")
     assert cli.main(["segment", weights, *where[:2], "--device=cpu"]) == 2
     assert "it is empty" in capsys.readouterr().err
