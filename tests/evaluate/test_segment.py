@@ -21,8 +21,10 @@ from residua.evaluate.features import pick_split, preprocessing_of
 from residua.evaluate.reading import View
 from residua.evaluate.segment import ColorReader, PatchReader, cluster_patches, confusion, read_truth, score_clusters
 from residua.evaluate.segmentation import enlarge, palette
+from residua.evaluate.spectral import spectral_embedding
+from residua.evaluate.suite import untrained
 from residua.nn import ViT
-from residua.train.checkpoint import save_model
+from residua.train.checkpoint import write_checkpoint
 
 SHAPES = "shapes?n=40&size=16&classes=3&test=30"
 NAMES = ["a", "b", "c"]
@@ -82,6 +84,9 @@ def test_classes_that_do_not_occur_are_left_out_or_count_nothing() -> None:
     with_absent, _ = score_clusters(table, NAMES, ["d", "e"])
     assert with_absent.miou == pytest.approx((80 + 100) / 4)
     assert with_absent.iou["d"] == 0
+    nowhere, _ = score_clusters(np.diag([8, 6, 0]), NAMES)  # nor is there a pixel of the third cluster
+    assert nowhere.miou == 100
+    assert math.isnan(nowhere.iou["c"])
 
 
 def test_patch_labels_are_compared_pixel_by_pixel() -> None:
@@ -110,27 +115,46 @@ def test_known_clusters_become_segments_that_match_fully() -> None:
     assert vectors.shape == (25, 36, 3)
 
 
-def test_clusters_are_scikit_learns_of_the_first_eigenvectors() -> None:
-    """Of features without clusters, where the start matters."""
-    clusters, vectors = cluster_patches(torch.randn(12, 16, 8), 5, seed=3)
-    points = vectors[..., :4].flatten(0, 1).double().numpy()
-    assert vectors.shape == (12, 16, 4)
-    assert clusters.flatten().tolist() == KMeans(5, n_init=10, random_state=3).fit_predict(points).tolist()
+@pytest.mark.parametrize("k", [2, 5])
+def test_clusters_are_scikit_learns_of_the_first_eigenvectors(k: int) -> None:
+    """Of features without clusters, where the start matters; at least three eigenvectors come for a picture."""
+    clusters, vectors = cluster_patches(torch.randn(12, 16, 8), k, seed=3)
+    points = vectors[..., : k - 1].flatten(0, 1).double().numpy()
+    assert vectors.shape == (12, 16, max(k - 1, 3))
+    assert clusters.flatten().tolist() == KMeans(k, n_init=10, random_state=3).fit_predict(points).tolist()
 
 
-def test_the_seed_chooses_images_and_clusters(vit: ViT, monkeypatch) -> None:
-    seeds = []
+def test_the_seed_starts_the_solver_too() -> None:
+    kinds = torch.eye(4)[torch.arange(640) % 4].view(40, 16, 4)  # nothing joins them: eigenvalues are equal
+    assert torch.equal(cluster_patches(kinds, 2, seed=1)[1], spectral_embedding(kinds, 3, seed=1))
 
-    def noted(*args, seed: int = 0, **options):
-        seeds.append(seed)
-        return cluster_patches(*args, seed=seed, **options)
+
+def test_settings_reach_the_images_and_the_clusters(vit: ViT, monkeypatch) -> None:
+    seen = []
+
+    def noted(*args, device: torch.device, **options):
+        seen.append(options)
+        return cluster_patches(*args, device=device, **options)
 
     monkeypatch.setattr(sys.modules[cluster_patches.__module__], "cluster_patches", noted)
-    result = segment(vit, SHAPES, max_images=6, seed=3, baselines=False)
+    options = {"intra": 7, "inter": 5, "threshold": 0.2, "seed": 3}
+    result = segment(vit, SHAPES, max_images=6, img_size=(24, 16), baselines=False, **options)
     expected = pick_split(load(SHAPES), "test", 6, seed=3)
     assert expected is not None
     assert [result.source.identify(i) for i in range(6)] == [expected.identify(i) for i in range(6)]
-    assert seeds == [3]
+    assert seen == [options]
+    assert (result.img_size, result.labels.shape, result.layer) == ((24, 16), (6, 6, 4), 2)
+    segment(vit, SHAPES, max_images=6, baselines=False)
+    assert seen[1] == {"intra": 50, "inter": 50, "threshold": 0.1, "seed": 0}
+
+
+def test_the_baseline_is_the_untrained_encoder_at_the_same_block(vit: ViT) -> None:
+    options = {"max_images": 20, "layer": 0, "seed": 3}
+    both = segment(vit, SHAPES, **options)
+    alone = segment(vit, SHAPES, baselines=False, **options)
+    assert torch.equal(both.eigenvectors, alone.eigenvectors)
+    other = segment(untrained(vit, 3), SHAPES, baselines=False, **options)
+    assert both.scores["random init"] == other.scores["model"] != alone.scores["model"]
 
 
 def test_patch_readers(vit: ViT) -> None:
@@ -193,6 +217,38 @@ def test_truth_is_cut_as_the_model_sees_the_image(vit: ViT, tmp_path: Path) -> N
     assert absent == []
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_pixels_on_the_edge_those_belong_whose_larger_part_is_seen(vit: ViT, tmp_path: Path, turned: bool) -> None:
+    """A mask of five columns, of which the central crop shows 0.96 to 4.04."""
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+    image, mask = np.zeros((12, 20, 3), np.uint8), np.tile(np.arange(5, dtype=np.uint8), (3, 1))
+    Image.fromarray(image.transpose(1, 0, 2) if turned else image).save(tmp_path / "images/x.png")
+    Image.fromarray(mask.T.copy() if turned else mask).save(tmp_path / "masks/x.png")
+    data = load(f"folder:{tmp_path}/images")
+    view = View(preprocessing_of(vit, data.train))
+    (found,), names, _ = read_truth(with_masks(data.train, tmp_path / "masks"), view, 255)
+    assert names == ["1", "2", "3"]
+    assert (found.T if turned else found).tolist() == [[0, 1, 2]] * 3
+
+
+def test_a_mask_may_show_as_many_classes_as_a_byte_has_and_more_than_the_data_names(vit: ViT, tmp_path: Path) -> None:
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+    Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(tmp_path / "images/x.png")
+    images = load(f"folder:{tmp_path}/images").train
+    view, values = View(preprocessing_of(vit, images)), np.arange(1024, dtype=np.uint16).reshape(32, 32)
+    np.save(tmp_path / "masks/x.npy", values % 256)
+    assert read_truth(with_masks(images, tmp_path / "masks"), view, None)[1] == [str(i) for i in range(256)]
+    np.save(tmp_path / "masks/x.npy", values % 257)
+    with pytest.raises(DataError, match="257 different values"):
+        read_truth(with_masks(images, tmp_path / "masks"), view, None)
+    shapes = load(SHAPES).test
+    assert shapes is not None
+    shapes.classes = ["disc", "triangle"]
+    assert read_truth(shapes, view, 255)[1] == ["background", "disc", "triangle", "3"]
+
+
 def test_a_folder_with_palette_masks(vit: ViT, pictures: Path) -> None:
     result = segment(vit, f"folder:{pictures}/images", masks=pictures / "masks", img_size=32)
     assert result.classes == ["0", "4"]
@@ -247,6 +303,7 @@ def test_absent_classes(vit: ViT) -> None:
     assert left_out.absent == ["disc", "square"]
     assert "left out of the mean: disc, square" in str(left_out.table().caption)
     counted = segment(vit, Splits("shapes", data.train, few), count_absent=True, **options)
+    assert "counted as 0: disc, square" in str(counted.table().caption)
     assert counted.scores["model"].miou == pytest.approx(left_out.scores["model"].miou / 2)
 
 
@@ -260,6 +317,10 @@ def test_wrong_inputs(vit: ViT, noise: Splits, pictures: Path) -> None:
     images, masks = f"folder:{pictures}/images", pictures / "masks"
     with pytest.raises(DataError, match="no pixel masks"):
         segment(vit, noise)
+    with pytest.raises(DataError, match="no pixel masks"):
+        segment(vit, Splits("none", noise.train, load(SHAPES).train.subset([])))
+    with pytest.raises(ValueError, match=r"1 clusters: .* at least 2"):
+        cluster_patches(torch.randn(3, 4, 5), 1)
     with pytest.raises(DataError, match="does not exist"):
         segment(vit, images, masks=pictures / "nowhere")
     (pictures / "empty").mkdir()
@@ -285,6 +346,10 @@ def test_masks_that_cannot_be_right(vit: ViT, pictures: Path) -> None:
     with pytest.raises(DataError, match=r"show 1 class; .*ignore_index=None"):
         segment(vit, images, masks=masks)
     assert segment(vit, images, masks=masks, ignore_index=None, baselines=False).classes == ["0", "255"]
+    for i in range(12):
+        Image.fromarray(np.zeros((32, 32), np.uint8)).save(masks / f"{i}.png")
+    with pytest.raises(DataError, match=r"show 1 class; at least 2 are needed$"):
+        segment(vit, images, masks=masks)
     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(masks / "3.png")
     with pytest.raises(DataError, match="some hold colours"):
         segment(vit, images, masks=masks)
@@ -299,10 +364,7 @@ def test_masks_that_cannot_be_right(vit: ViT, pictures: Path) -> None:
 
 
 def test_the_command(vit: ViT, pictures: Path, capsys) -> None:
-    run = pictures / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    save_model(vit, run / "checkpoints" / "model.safetensors")
-    weights = str(run / "checkpoints" / "model.safetensors")
+    weights = str(write_checkpoint(pictures / "run", 1, vit, {}) / "model.safetensors")
     (pictures / "masks/7.png").unlink()
     where = [f"--data=folder:{pictures}/images", f"--masks={pictures}/masks", "--max-images=8", "--device=cpu"]
     assert cli.main(["segment", weights, *where, "--out", str(pictures / "s.json")]) == 0
@@ -328,3 +390,19 @@ def test_the_command(vit: ViT, pictures: Path, capsys) -> None:
     assert "no pixel masks" in capsys.readouterr().err
     assert cli.main(["segment", weights]) == 2
     assert "--data" in capsys.readouterr().err
+
+
+def test_the_command_of_a_run(vit: ViT, pictures: Path) -> None:
+    run = pictures / "run"
+    write_checkpoint(run, 1, vit, {})
+    args = ["segment", str(run), f"--data=folder:{pictures}/images", f"--masks={pictures}/masks", "--device=cpu"]
+    assert cli.main([*args, "--no-baselines", "--out", f"{pictures}/new/s.json"]) == 0
+    assert (pictures / "new/s.png").exists()
+    assert not (run / "segmentation.json").exists()
+    for ignored, classes in ((-1, ["0", "4", "255"]), (0, ["4", "255"])):
+        assert cli.main([*args, "--no-baselines", f"--ignore-index={ignored}"]) == 0
+        assert json.loads((run / "segmentation.json").read_text())["classes"] == classes
+    (run / "config.yaml").write_text(f"data: folder:{pictures}/images\non_bad_image: skip\n")
+    (pictures / "images/2.jpg").write_bytes(b"")
+    assert cli.main([*args, "--no-baselines"]) == 0  # as the run did
+    assert json.loads((run / "segmentation.json").read_text())["n_images"] == 11
