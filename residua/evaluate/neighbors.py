@@ -13,7 +13,7 @@ from residua.data import Batch, Source, center_view
 from residua.data.preprocess import to_canvas
 
 from .featureset import as_matrix
-from .knn import top_similar
+from .knn import tile, top_similar
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def nearest_neighbors(features: Any, n_queries: int = 8, k: int = 8, seed: int =
         raise ValueError(f"{n_queries} queries with {k} neighbours each were asked for among {len(x)} images")
     queries = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:n_queries].to(x.device)
     bank = F.normalize(x.float(), dim=1)
-    similarity, index = top_similar(bank[queries], bank, k + 1)
+    similarity, index = _nearest(bank[queries], bank, k + 1)
     other = index != queries[:, None]
     # where duplicates crowd the image itself out of its own list, the last entry goes instead
     other[other.all(1), -1] = False
@@ -50,8 +50,15 @@ def neighbors_of(queries: Any, features: Any, k: int = 8) -> Neighbors:
         raise ValueError(f"{k} neighbours were asked for among {len(x)} images")
     if q.shape[1] != x.shape[1]:
         raise ValueError(f"queries have {q.shape[1]} dimensions, features {x.shape[1]}: were they made by one model?")
-    similarity, index = top_similar(F.normalize(q.float(), dim=1), F.normalize(x.float(), dim=1).to(q.device), k)
+    similarity, index = _nearest(F.normalize(q.float(), dim=1), F.normalize(x.float(), dim=1).to(q.device), k)
     return Neighbors(torch.arange(len(q)), index.cpu(), similarity.cpu())
+
+
+def _nearest(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`top_similar` of any number of queries: as many at once as suit the device."""
+    rows, columns = tile(bank.device)
+    values, indices = zip(*(top_similar(part, bank, k, columns) for part in queries.split(rows)))
+    return torch.cat(values), torch.cat(indices)
 
 
 def neighbor_images(source: Source, neighbors: Neighbors, img_size: int = 64, index: Tensor | None = None) -> Tensor:
