@@ -62,7 +62,7 @@ def variance_ratio(data: Labelled) -> float:
     _positive((x - x.mean(0)).norm() - 1e-10 * x.norm(), "all features are the same")
     within = (x - means[member]).square().sum()
     between = (means[member] - x.mean(0)).square().sum()
-    return float(between / within) if within > 0 else math.inf
+    return float(between / within) if within.sqrt() > 1e-10 * x.norm() else math.inf  # else rounding
 
 
 def silhouette(data: Labelled, metric: Literal["euclidean", "cosine"] = "euclidean", chunk: int = 1024) -> float:
@@ -141,6 +141,8 @@ def model_lidar(
 def _labelled(data: Labelled) -> tuple[Tensor, int, Tensor]:
     """Features in float64, their number, and class numbers 0..C-1 without gaps."""
     whole = as_featureset(data)
+    if whole.targets.min() < 0:
+        raise ValueError("labels must be class indices >= 0; drop unlabelled images first")
     classes, member = whole.targets.unique(return_inverse=True)
     if len(classes) < 2:
         raise ValueError(f"all {len(whole)} images are of one class; this measure compares classes")
@@ -158,7 +160,8 @@ def _cosine_sums(x: Tensor, member: Tensor, sizes: Tensor) -> Tensor:
     unit = F.normalize(x, dim=1)
     sums = sizes - unit @ _class_sums(unit, member).T
     oneself = 1 - unit.square().sum(1, keepdim=True)  # rounding, or 1 for a feature that is all zero
-    return sums.scatter_add(1, member[:, None], -oneself).clamp_min(0)
+    sums = sums.scatter_add(1, member[:, None], -oneself)
+    return sums.where(sums > 1e-14 * sizes, 0)  # less is rounding
 
 
 def _euclidean_sums(x: Tensor, member: Tensor, chunk: int) -> Tensor:

@@ -72,6 +72,8 @@ def test_classes_that_are_points_and_classes_that_are_chance() -> None:
     assert class_separation((points, y)) == pytest.approx(1)
     assert variance_ratio((points, y)) == math.inf
     assert silhouette((points, y)) == pytest.approx(1)
+    scattered = np.random.default_rng(0).normal(size=(4, 7))[y]  # whose means are rounded
+    assert variance_ratio((scattered, y)) == math.inf
     x = np.random.default_rng(0).normal(size=(4000, 6))
     labels = np.random.default_rng(1).integers(0, 4, 4000)
     assert class_separation((x, labels)) == pytest.approx(0, abs=0.01)
@@ -95,7 +97,9 @@ def test_one_layer_whole(vit: ViT, noise: Splits) -> None:
     assert found["RankMe"] == pytest.approx(rankme(x), rel=1e-9)
     assert found["LiDAR"] == pytest.approx(lidar(feats.only(1)))
     assert found["silhouette"] == pytest.approx(silhouette_score(x, feats.labels, metric="cosine"), abs=1e-6)
-    assert found != layer_geometry(feats)
+    assert found != layer_geometry(feats) == layer_geometry(feats, 2)
+    assert layer_geometry(feats, 0)["RankMe"] == pytest.approx(rankme(feats.layer(0)), rel=1e-9)
+    assert "silhouette" in layer_geometry((x, torch.arange(50) % 2))
     plain = layer_geometry((x, None))
     assert set(plain) == set(UNITS) - {"LiDAR", "class separation", "variance ratio", "silhouette"}
     assert set(layer_geometry((x, torch.zeros(50)))) == set(plain)
@@ -108,10 +112,25 @@ def test_lidar_of_a_model_is_that_of_its_views(vit: ViT, noise: Splits) -> None:
     assert found == {i: lidar(feats.only(i)) for i in (0, 2)}
     wider = model_lidar(vit, noise, images=30, views=4, layers=[0, 2], seed=5, delta=0.1)
     assert wider == {i: lidar(feats.only(i), 0.1) for i in (0, 2)} != found
+    pooled = model_lidar(vit, noise, images=30, views=4, readout="cls", batch_size=7, img_size=24)
+    feats = extract(vit, noise, limit=30, views=3, readout="cls", img_size=24).train
+    assert pooled == {2: pytest.approx(lidar(feats), rel=1e-4)}
     usual = inspect.signature(model_lidar).parameters
     assert (usual["images"].default, usual["views"].default) == (1000, 10) == (LIDAR_IMAGES, LIDAR_VIEWS)
     with pytest.raises(ValueError, match="at least 2 views"):
         model_lidar(vit, noise, views=1)
+
+
+def test_silhouette_of_features_that_all_point_the_same_way() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1, 7)) * rng.uniform(1, 3, (40, 1))
+    assert silhouette((x, np.arange(40) % 4), "cosine") == 0
+
+
+def test_silhouette_needs_but_one_class_of_two_images() -> None:
+    x = np.random.default_rng(0).normal(size=(6, 3))
+    for y in ([0, 0, 1, 2, 3, 4], [0, 1, 1, 1, 1, 1]):
+        assert silhouette((x, y)) == pytest.approx(silhouette_score(x, y), abs=1e-9)
 
 
 def test_silhouette_of_equal_images_of_two_classes() -> None:
@@ -127,11 +146,15 @@ def test_wrong_inputs() -> None:
             score((x, np.zeros(75, int)))
         with pytest.raises(ValueError, match="labels"):
             score((x, None))
+        with pytest.raises(ValueError, match="drop unlabelled images"):
+            score((x, y - 1))
         with pytest.raises(ValueError, match="NaN"):
             score((np.full_like(x, np.nan), y))
     for score in (class_separation, variance_ratio, layer_geometry):
         with pytest.raises(CollapsedError):
             score((np.ones((75, 5)), y))
+        with pytest.raises(CollapsedError):
+            score((np.full((75, 5), 0.1) + 1e-13 * x, y))
     with pytest.raises(ValueError, match="at least one class needs two"):
         silhouette((x, np.arange(75)))
     with pytest.raises(ValueError, match="metric"):
