@@ -17,6 +17,7 @@ from residua.nn import encoder_of
 
 from .features import extract, frozen, preprocessing_of
 from .featureset import Readout, as_matrix
+from .rank import CollapsedError
 
 Basis = Literal["components", "spectral"]
 BASES = {"components": "principal components", "spectral": "spectral eigenvectors"}
@@ -143,7 +144,7 @@ def project_classes(
     """t-SNE of the last block's features of up to `limit` test images (else training ones) of some classes.
 
     Classes and images are drawn by `seed`, alike for every model. None where fewer than two classes or eight
-    images are labelled.
+    images are labelled, or none of these classes has two images.
     """
     source = splits.test if splits.test is not None and splits.test.labels is not None else splits.train
     rows = choose_images(source, n_classes, limit, seed)
@@ -169,15 +170,21 @@ def choose_images(source: Source, n_classes: int, limit: int, seed: int) -> list
     share = limit // max(len(picked), 1)
     rows = [rng.permutation(np.flatnonzero(source.labels == c))[:share] for c in picked]
     whole = np.sort(np.concatenate(rows)) if rows else np.array([], int)
-    return whole.tolist() if len(picked) > 1 and len(whole) >= 8 else None
+    alone = len(whole) == len(picked)  # no two images of a class: nothing lies together
+    return whole.tolist() if len(picked) > 1 and len(whole) >= 8 and not alone else None
 
 
 def project(features: Any, labels: Any, classes: Sequence[str], *, seed: int = 0) -> Projection:
-    """t-SNE (scikit-learn, started from the principal plane) of features (n, D) with class numbers (n,)."""
+    """t-SNE (scikit-learn, started from the principal plane) of features (n, D) with class numbers (n,).
+
+    Features that are all the same, which would crash it, raise CollapsedError.
+    """
     from sklearn.manifold import TSNE
     from sklearn.metrics import silhouette_score
 
     x = as_matrix(features).double().cpu().numpy()
+    if np.abs(x - x.mean(0)).max() <= 1e-6 * np.abs(x).max():
+        raise CollapsedError("all features are the same: the features collapsed, and there is no plane to show them in")
     y = np.asarray(labels)
     perplexity = min(30.0, (len(x) - 1) / 3)
     points = TSNE(2, init="pca", perplexity=perplexity, max_iter=500, random_state=seed).fit_transform(x)

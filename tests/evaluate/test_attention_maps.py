@@ -45,7 +45,9 @@ def test_the_class_tokens_map_stands_where_the_patches_stand(mae: MAE) -> None:
     assert mean.shape == (3, 4, 6)
     torch.testing.assert_close(mean.sum((1, 2)), 1 - weights.mean(1)[:, 0, 0])
     torch.testing.assert_close(class_attention(mae, images, head=1)[0, 2, 3], weights[0, 1, 0, 1 + 2 * 6 + 3])
-    with pytest.raises(ValueError, match="no head 2"):
-        class_attention(mae, images, head=2)
+    torch.testing.assert_close(class_attention(mae, images, head=0)[0, 2, 3], weights[0, 0, 0, 1 + 2 * 6 + 3])
+    for head in (2, -1):
+        with pytest.raises(ValueError, match=f"no head {head}: the block has 2, 0 to 1"):
+            class_attention(mae, images, head=head)
     with pytest.raises(ValueError, match="no block 5"):
         class_attention(mae, images, block=5)

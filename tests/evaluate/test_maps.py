@@ -7,6 +7,8 @@ from sklearn.metrics import silhouette_score
 
 from residua.data import Splits
 from residua.data.arrays import ArraySource
+from residua.evaluate import CollapsedError
+from residua.evaluate.features import preprocessing_of
 from residua.evaluate.maps import (
     choose_images,
     feature_norms,
@@ -29,8 +31,12 @@ def test_patch_features_are_the_stream_after_a_block(vit: ViT) -> None:
     torch.testing.assert_close(patch_features(vit, images), last[:, 1:])
     torch.testing.assert_close(patch_features(vit, images, block=1), taps["blocks.1.mlp"][:, 1:])
     torch.testing.assert_close(patch_features(vit, images, block=-3), taps["blocks.0.mlp"][:, 1:])
-    with pytest.raises(ValueError, match="no block 3"):
-        patch_features(vit, images, block=3)
+    for block in (3, -4):
+        with pytest.raises(ValueError, match=f"no block {block}"):
+            patch_features(vit, images, block=block)
+    vit.train()
+    patch_features(vit, images)
+    assert vit.training, "the model is left as it was"
 
 
 def test_norms_are_those_of_the_stream_before_any_final_norm(vit: ViT) -> None:
@@ -53,10 +59,23 @@ def test_principal_colours_follow_the_principal_direction() -> None:
     assert abs(np.corrcoef(first, place.flatten())[0, 1]) > 0.999
     assert first.min() == 0
     assert first.max() == 1
+    assert (np.diff(first) <= 0).all(), "the largest entry of the direction, -4, is made positive"
+    assert not np.isnan(colours).any(), "directions without spread have a colour too"
+    np.testing.assert_allclose(
+        principal_rgb(place[..., None] * torch.tensor([0.0, 9.0]) + 100.0)[..., 0], colours[::-1, ::-1, 0], atol=1e-6
+    )
+
+
+def test_the_outer_hundredths_are_clipped() -> None:
+    first = principal_rgb(torch.arange(1001.0).view(7, 143, 1))[..., 0].flatten()
+    np.testing.assert_allclose(first, ((np.arange(1001) - 10) / 980).clip(0, 1), atol=1e-9)
 
 
 def test_narrow_features_still_have_three_colours() -> None:
-    assert principal_rgb(torch.rand(2, 5, 1)).shape == (2, 5, 3)
+    colours = principal_rgb(torch.rand(2, 5, 1))
+    assert colours.shape == (2, 5, 3)
+    assert colours[..., 0].any()
+    assert not colours[..., 1:].any()
 
 
 def test_spectral_colours_tell_two_kinds_of_patches_apart_in_all_images() -> None:
@@ -73,6 +92,11 @@ def test_spectral_colours_tell_two_kinds_of_patches_apart_in_all_images() -> Non
 def test_colours_stand_where_their_patches_stand(vit: ViT) -> None:
     images = torch.rand(3, 3, 16, 20)
     assert patch_colors(vit, images).shape == (3, 4, 5, 3)
+    for block in (0, -1):
+        features = patch_features(vit, images, block)
+        for basis, colours in (("components", principal_rgb(features)), ("spectral", spectral_rgb(features))):
+            found = patch_colors(vit, images, basis, block)  # type: ignore[arg-type]
+            np.testing.assert_array_equal(found, colours.reshape(3, 4, 5, 3))
     with pytest.raises(ValueError, match="unknown basis"):
         patch_colors(vit, images, basis="wavelets")  # type: ignore[arg-type]
 
@@ -98,6 +122,40 @@ def test_nothing_to_colour_without_two_classes() -> None:
     assert choose_images(unlabelled, 10, 60, 0) is None
     assert choose_images(labelled(classes=1), 10, 60, 0) is None
     assert choose_images(labelled(n=5), 10, 60, 0) is None
+    assert choose_images(labelled(n=7, classes=2), 10, 60, 0) is None
+    assert choose_images(labelled(n=8, classes=2), 10, 60, 0) == list(range(8))
+    assert choose_images(labelled(n=12), 10, 60, 0) is None, "every image is alone in its class"
+    none = labelled()
+    none.labels = np.full(200, -1)
+    assert choose_images(none, 10, 60, 0) is None
+
+
+def test_unlabelled_images_are_no_class_and_images_are_drawn_within_theirs() -> None:
+    source = labelled(classes=4)
+    assert source.labels is not None
+    source.labels[source.labels == 0] = -1
+    rows = choose_images(source, 10, 50, seed=0)
+    assert rows is not None
+    assert rows == sorted(rows)
+    assert np.unique(source.labels[rows], return_counts=True)[1].tolist() == [16] * 3  # no more than 50
+    assert source.labels[rows].min() == 1
+    assert {i for i in rows if source.labels[i] == 1} != set(np.flatnonzero(source.labels == 1)[:16].tolist())
+
+
+def test_a_plane_of_few_points_and_without_names(mae: MAE, digits: Splits) -> None:
+    """Of training images, where the test images have no labels."""
+    assert digits.test is not None
+    bare = digits.test.subset(range(20))
+    bare.labels = None
+    train = digits.train.subset(range(200))
+    train.classes = None
+    found = project_classes(mae, Splits("digits", train, bare), n_classes=3, limit=30)
+    assert found is not None
+    rows = choose_images(train, 3, 30, 0)
+    assert train.labels is not None
+    assert found.classes == [str(c) for c in np.unique(train.labels[rows])]
+    with pytest.raises(CollapsedError, match="no plane"):  # branches at zero: the class token sees no image
+        project_classes(mae, Splits("digits", train, bare), n_classes=3, limit=30, readout="cls")
 
 
 def test_silhouette_is_scikit_learns_and_the_plane_repeats() -> None:
@@ -126,3 +184,7 @@ def test_every_model_is_shown_the_same_test_images(mae: MAE, digits: Splits) -> 
 def test_sampled_images_are_the_models_input(mae: MAE, digits: Splits) -> None:
     images = sample_images(mae, digits, 5)
     assert images.shape == (5, 1, 8, 8)
+    assert digits.test is not None
+    last = len(digits.test) - 1
+    numbers = [0, last // 4, last // 2, 3 * last // 4, last]  # spread over the test split
+    torch.testing.assert_close(images, preprocessing_of(mae, digits.train)([digits.test.read(i) for i in numbers]))
