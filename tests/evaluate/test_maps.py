@@ -66,6 +66,12 @@ def test_principal_colours_follow_the_principal_direction() -> None:
     )
 
 
+def test_components_are_of_centred_features() -> None:
+    u, v = torch.rand(2, 5, 20)
+    first = principal_rgb(torch.stack([100 + u, 3 * v], 2))[..., 0].flatten()
+    assert np.corrcoef(first, v.flatten())[0, 1] > 0.99
+
+
 def test_the_outer_hundredths_are_clipped() -> None:
     first = principal_rgb(torch.arange(1001.0).view(7, 143, 1))[..., 0].flatten()
     np.testing.assert_allclose(first, ((np.arange(1001) - 10) / 980).clip(0, 1), atol=1e-9)
@@ -178,6 +184,10 @@ def test_every_model_is_shown_the_same_test_images(mae: MAE, digits: Splits) -> 
     assert len(found[0].classes) == 4
     assert found[0].classes == found[1].classes
     np.testing.assert_array_equal(found[0].labels, found[1].labels)
+    assert digits.test is not None
+    assert digits.test.labels is not None
+    rows = choose_images(digits.test, 4, 40, 3)
+    np.testing.assert_array_equal(np.array(found[0].classes)[found[0].labels], digits.test.labels[rows].astype(str))
     assert found[0].classes != found[2].classes
 
 

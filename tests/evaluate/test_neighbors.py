@@ -79,6 +79,7 @@ def test_neighbours_of_queries_from_elsewhere_are_those_of_greatest_cosine() -> 
     cosine = torch.cosine_similarity(queries[:, None], bank[None], dim=2)
     value, index = cosine.topk(5, dim=1)
     assert torch.equal(found.indices, index)
+    assert found.queries.tolist() == [0, 1, 2]
     torch.testing.assert_close(found.similarity, value)
     with pytest.raises(ValueError, match="41 neighbours"):
         neighbors_of(queries, bank, k=41)

@@ -143,6 +143,7 @@ def test_settings_reach_the_images_and_the_clusters(vit: ViT, monkeypatch) -> No
     assert expected is not None
     assert [result.source.identify(i) for i in range(6)] == [expected.identify(i) for i in range(6)]
     assert seen == [options]
+    assert result.truth[0].shape == (16, 10)  # columns 2.67 to 13.33 are seen
     assert (result.img_size, result.labels.shape, result.layer) == ((24, 16), (6, 6, 4), 2)
     segment(vit, SHAPES, max_images=6, baselines=False)
     assert seen[1] == {"intra": 50, "inter": 50, "threshold": 0.1, "seed": 0}
