@@ -220,28 +220,50 @@ def _processor(
 
 def _diffusers(diffusers: Any, name: str, published: bool, **options: Any) -> nn.Module:
     folder = Path(name).expanduser()
-    if folder.is_dir() and not (folder / "config.json").exists():
-        folder = folder / "transformer"  # of a pipeline
     if not folder.exists() and "/" not in name:
         raise ValueError(f"diffusers:{name}: there is no such folder")
-    local = (folder / "config.json").exists()
-    where = {} if local else {"subfolder": "transformer"}
-
-    def config() -> dict[str, Any]:
-        if local:
-            return json.loads((folder / "config.json").read_text("utf-8"))
-        from huggingface_hub import hf_hub_download
-
-        return json.loads(Path(hf_hub_download(name, "config.json", subfolder="transformer")).read_text("utf-8"))
-
-    described = config() if local else _published(f"diffusers:{name}", config)
+    if folder.exists():
+        part, file = _denoiser_in(name)
+    else:
+        part, file = _published(f"diffusers:{name}", lambda: _denoiser_of(name))
+    described = json.loads(file.read_text("utf-8"))
     cls = getattr(diffusers, described.get("_class_name", ""), None)
     if cls is None:
         raise ValueError(f"diffusers:{name}: its config.json names no model of diffusers")
     if not published:
         return cls.from_config({**described, **options})
-    source = str(folder) if local else name
+    where = {"subfolder": part} if part else {}
+    source = str(folder) if folder.exists() else name
     return _published(f"diffusers:{name}", lambda: cls.from_pretrained(source, **where, **options))
+
+
+_DENOISERS = ("transformer", "unet", "")
+"""Where a pipeline has the network; or the folder is the network's own."""
+
+
+def _denoiser_in(name: str) -> tuple[str, Path]:
+    """Part of a folder, and its settings."""
+    found = ((part, Path(name).expanduser() / part / "config.json") for part in _DENOISERS)
+    first = next(((part, file) for part, file in found if file.is_file()), None)
+    if first is None:
+        raise ValueError(f"diffusers:{name}: it holds no config.json, nor does a folder transformer or unet in it")
+    return first
+
+
+def _denoiser_of(name: str) -> tuple[str, Path]:
+    """The same of a repository of the Hub."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import EntryNotFoundError, LocalEntryNotFoundError
+
+    *first, last = _DENOISERS
+    for part in first:
+        try:
+            return part, Path(hf_hub_download(name, "config.json", subfolder=part))
+        except LocalEntryNotFoundError:  # the Hub was not reached
+            raise
+        except EntryNotFoundError:
+            continue
+    return last, Path(hf_hub_download(name, "config.json"))
 
 
 # ---------------------------------------------------------------- weights of a file

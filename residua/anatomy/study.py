@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.adapt import Foreign, is_own, stream, unwrapped
+from residua.adapt.example import NoExample
 from residua.adapt.foreign import preprocessing_of
 from residua.data import DataError, Preprocessing, Source, Splits
 from residua.data.errors import some
@@ -142,8 +143,13 @@ def check(model: nn.Module, splits: Splits) -> None:
         raise ValueError("a model of latents is not shown images: call residua.anatomy.alignment(model, x_t, t)")
     try:
         steps = stream(model)
+    except NoExample as error:
+        raise ValueError(
+            f"{type(model).__name__} does not say which input it takes; in Python, with all that it is called with: "
+            "residua.anatomy.alignment(model, images, ...)"
+        ) from error
     except (TypeError, ValueError) as error:
-        raise ValueError("no residual blocks found: " + str(error).replace("no residual blocks found: ", "")) from error
+        raise ValueError(f"its residual blocks cannot be told: {error}") from error
     if len(steps) < 2:
         raise ValueError(f"{type(model).__name__} has {len(steps)} residual step: alignment compares at least two")
     body: Any = getattr(model, "encoder", model)

@@ -213,6 +213,18 @@ def test_diffusers_from_a_folder(tmp_path: Path) -> None:
         assert len(residua.stream(fresh)) == 4
         key = "transformer_blocks.0.attn1.to_q.weight"
         assert not torch.equal(fresh.state_dict()[key], plain.state_dict()[key])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        ValueError, match=r"empty: it holds no config\.json, nor does a folder transformer or unet in it"
+    ):
+        open_model(f"diffusers:{tmp_path / 'empty'}")
+    unet = diffusers.UNet2DModel(
+        8, block_out_channels=(8, 8), down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2,
+        layers_per_block=1, norm_num_groups=4,
+    )  # fmt: skip
+    unet.save_pretrained(tmp_path / "pipeline" / "unet")
+    found = residua.load(f"diffusers:{tmp_path / 'pipeline'}")
+    torch.testing.assert_close(found.state_dict(), unet.state_dict())
     with pytest.raises(ValueError, match="diffusers:nowhere: there is no such folder"):
         open_model("diffusers:nowhere")
     (tmp_path / "transformer" / "config.json").write_text('{"_class_name": "NoSuchModel"}')
@@ -220,13 +232,18 @@ def test_diffusers_from_a_folder(tmp_path: Path) -> None:
         open_model(f"diffusers:{tmp_path}", pretrained=False)
 
 
-def test_diffusers_from_the_hub_is_the_transformer_of_a_pipeline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", ["transformer", "unet", ""])
+def test_diffusers_from_the_hub_is_the_network_of_a_pipeline(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     diffusers = pytest.importorskip("diffusers")
+    from huggingface_hub.utils import EntryNotFoundError, LocalEntryNotFoundError
+
     asked: list[Any] = []
 
     def download(name: str, file: str, **options: Any) -> str:
+        if options.get("subfolder", "") != part:
+            raise EntryNotFoundError("there is no such file")
         asked.append((name, file, options))
         (tmp_path / file).write_text(json.dumps({"_class_name": "DiTTransformer2DModel", **DIT}))
         return str(tmp_path / file)
@@ -238,10 +255,20 @@ def test_diffusers_from_the_hub_is_the_transformer_of_a_pipeline(
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     monkeypatch.setattr(diffusers.DiTTransformer2DModel, "from_pretrained", from_pretrained)
     open_model("diffusers:owner/pipeline", variant="fp16")
-    where = {"subfolder": "transformer"}
+    where = {"subfolder": part} if part else {}
     assert asked == [("owner/pipeline", "config.json", where), ("owner/pipeline", where | {"variant": "fp16"})]
     fresh: Any = open_model("diffusers:owner/pipeline", pretrained=False, num_layers=2)
     assert len(residua.stream(fresh)) == 4
+
+    def unreachable(name: str, file: str, **options: Any) -> str:
+        asked.append(options)
+        raise LocalEntryNotFoundError("no connection")
+
+    asked.clear()
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    with pytest.raises(ValueError, match=r"published weights cannot be had here \(no connection\)"):
+        open_model("diffusers:owner/pipeline")
+    assert asked == [{"subfolder": "transformer"}]  # not asked again for what else there may be
 
 
 def test_a_processor_of_the_hub_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,9 @@ def test_encoders_have_no_c_and_no_head() -> None:
 def test_what_cannot_be_studied_is_refused(digits: residua.data.Splits) -> None:
     with pytest.raises(ValueError, match="no residual blocks found"):
         study(torch.nn.Linear(2, 2), digits)
+    unknown = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"Sequential does not say which input it takes; in Python.*alignment\(model"):
+        study(unknown, digits)
     latent = residua.create_model("uvit", img_size=8, patch_size=4, in_chans=4, embed_dim=12, depth=2, num_heads=2)
     latent.autoencoder = object()
     with pytest.raises(ValueError, match="not shown images"):
