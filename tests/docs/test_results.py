@@ -223,6 +223,12 @@ def test_resnets():
         for cell, blocks in zip(cells, (8, 12, 16), strict=True):
             found = resnets(alpha, blocks)
             agree(cell, *(run[key] for key in ("accuracy", "entropy_rank") for run in found))
+    for name, *cells in table("results.md", "| | 8 blocks | 12 blocks"):
+        key = "entropy_rank" if "rank" in name else "accuracy"
+        for cell, blocks in zip(cells, (8, 12, 16), strict=True):
+            agree(
+                cell, *difference(*([run[key] for run in resnets(a, blocks)] for a in ("1.0", name.partition(":")[0])))
+            )
 
 
 def test_papers_tables():
