@@ -312,6 +312,17 @@ def test_another_broken_pipe_is_an_error(capfd, monkeypatch):
     assert "Broken pipe" in capfd.readouterr().err
 
 
+def test_a_full_disk_is_told_in_a_sentence(capsys, monkeypatch):
+    def fails(args: list[str]) -> None:
+        raise OSError(28, "Error writing bytes to file", "out/features.parquet")  # the words of some library
+
+    monkeypatch.setattr("residua.cli.recipes.recipes", fails)
+    assert cli.main(["recipes"]) == 2
+    told = capsys.readouterr().err
+    assert "cannot write out/features.parquet: No space left on device. Free some space" in told
+    assert "RESIDUA_DEBUG" not in told
+
+
 def test_wheel_holds_all_that_the_demo_needs(tmp_path):
     root = Path(__file__).parent.parent
     call = [sys.executable, "-m", "pip", "--quiet", "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(root)]

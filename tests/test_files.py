@@ -31,6 +31,15 @@ def test_nothing_is_left_of_what_was_not_finished(tmp_path: Path, error: BaseExc
     assert os.listdir(tmp_path) == []
 
 
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")  # as `write` has it, without a name
+
+    monkeypatch.setattr(Path, "write_text", write)
+    with pytest.raises(OSError, match=r"No space left on device: '.*config\.yaml'$"):
+        files.write_text(tmp_path / "config.yaml", "text")
+
+
 def test_what_failed_is_told_where_the_folder_is_gone(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="gone"):
         files.write_text(tmp_path / "gone" / "a.txt", "text")

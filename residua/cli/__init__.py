@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import select
@@ -118,6 +119,8 @@ def _main(args: list[str]) -> int:
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get("RESIDUA_DEBUG") or (isinstance(error, BrokenPipeError) and _unread()):
             raise
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return fail(_full(error))
         stopped = type(error).__name__ == "TrainingStopped"
         hint = (
             ""
@@ -126,3 +129,9 @@ def _main(args: list[str]) -> int:
         )
         return fail(f"{error}{hint}", 1 if stopped else 2)
     return 0
+
+
+def _full(error: OSError) -> str:
+    """A full disk, in words."""
+    what = f"cannot write {error.filename}" if error.filename else "cannot write"
+    return f"{what}: {os.strerror(error.errno or errno.ENOSPC)}. Free some space, or write to another disk"

@@ -16,6 +16,7 @@ from residua.data.errors import DataError
 from residua.data.feed import OnBadImage
 from residua.data.preprocess import to_canvas
 from residua.data.source import Source, Splits, evenly
+from residua.files import replacing
 
 _GAP = 2  # pixels between images
 
@@ -54,8 +55,14 @@ def preview(
         views = center_view(batch, img_size, mean, std)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    grid(_displayable(views, source)).save(path)
+    save_picture(grid(_displayable(views, source)), path)
     return path
+
+
+def save_picture(image: Image.Image, path: Path) -> None:
+    """As the name's ending says, else a PNG; the file is whole or not there."""
+    with replacing(path) as part:
+        image.save(part, format=Image.registered_extensions().get(path.suffix.lower(), "PNG"))
 
 
 def grid(images: Tensor) -> Image.Image:

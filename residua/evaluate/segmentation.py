@@ -19,6 +19,7 @@ from torch import Tensor
 from residua.data import Batch, Source, center_view
 from residua.data.augment import CropMode
 from residua.data.preprocess import to_canvas
+from residua.data.preview import save_picture
 from residua.data.source import evenly
 from residua.files import write_text
 
@@ -113,7 +114,7 @@ class Segmentation:
         """Write `picture` as a PNG."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(self.picture(count)).save(path)
+        save_picture(Image.fromarray(self.picture(count)), path)
         return path
 
     def to_dict(self) -> dict[str, Any]:

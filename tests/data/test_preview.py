@@ -47,3 +47,21 @@ def test_unreadable_images_are_left_out_if_told(tmp_path):
         file.write_bytes(file.read_bytes()[:200])
     with pytest.warns(DataWarning, match="4 of 4"), pytest.raises(DataError, match="none of the 64 images to show"):
         preview(splits, page, on_bad_image="skip")
+
+
+def test_a_full_disk_leaves_the_page_that_was_there(tmp_path, monkeypatch):
+    page, fill = tmp_path / "page.png", Image.Image.save
+    preview(load("shapes?n=4"), page, n=4)
+    before = page.read_bytes()
+
+    def save(self, file, *args, **more):
+        fill(self, file, *args, **more)
+        with open(file, "r+b") as written:
+            written.truncate(100)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", save)
+    with pytest.raises(OSError, match=r"No space left on device: '.*page\.png'"):
+        preview(load("shapes?n=9"), page, n=9)
+    assert page.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["page.png"]
