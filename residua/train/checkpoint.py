@@ -102,7 +102,8 @@ def write_checkpoint(
         save_model(model, unfinished / "model.safetensors", step=step)
         if ema is not None:
             save_model(model, unfinished / "ema.safetensors", weights=ema, step=step)
-        torch.save(training, unfinished / "training.pt")
+        with (unfinished / "training.pt").open("wb") as opened:  # of a file that it opens itself it hides what failed
+            torch.save(training, opened)
         (unfinished / "model.json").write_text(json.dumps(description(model, step), indent=1))
         for file in unfinished.iterdir():
             sync(file)
@@ -127,8 +128,17 @@ def guard_writes(write: Callable[[], None], run: Path, clean: Callable[[], None]
         done = checkpoints(run)
         kept = f"the last good checkpoint is {done[-1]}" if done else "no checkpoint was written yet"
         raise CheckpointError(
-            f"cannot write to {run}: {error}. Free some space or choose another --out; {kept} (continue with --resume)"
+            f"cannot write to {run}: {_cause(error)}. Free some space or choose another --out; {kept} (continue with "
+            "--resume)"
         ) from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the disk said, where another error came of it."""
+    causes = [error]
+    while causes[-1].__context__ is not None:
+        causes.append(causes[-1].__context__)
+    return next((cause for cause in causes if isinstance(cause, OSError)), error)
 
 
 # ---------------------------------------------------------------- reading
@@ -286,10 +296,27 @@ def read_checkpoint(checkpoint: Path, *, ema: bool) -> tuple[dict[str, Tensor], 
         averaged = load_file(checkpoint / "ema.safetensors") if ema else {}
         return load_file(checkpoint / "model.safetensors"), averaged, load_training(checkpoint)
     except Exception as error:  # whatever damaged files make of themselves
+        raise damaged(checkpoint, error) from error
+
+
+def damaged(checkpoint: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint} is damaged or not complete: {error}. Remove that folder, and --resume goes on from the "
+        "checkpoint before it, or from the start"
+    )
+
+
+def check_model(checkpoint: Path, model: nn.Module, *, ema: bool) -> None:
+    """Refuse to go on with another model than the one that a checkpoint is of, or without its moving average."""
+    saved, own = model_config(checkpoint / "model.safetensors"), json.loads(json.dumps(model.config))
+    differ = [f"{k} is {own[k]} there, {saved[k]} in {checkpoint.name}" for k in own if saved.get(k, own[k]) != own[k]]
+    if not ema and (checkpoint / "ema.safetensors").exists():
+        differ.append(f"ema is off there, {checkpoint.name} has a moving average")
+    if differ:
         raise CheckpointError(
-            f"{checkpoint} is damaged or not complete: {error}. Remove that folder, and --resume goes on from the "
-            "checkpoint before it, or from the start"
-        ) from error
+            f"config.yaml of {checkpoint.parents[1]} is not what it was: {'; '.join(differ)}. Put it back as it was, "
+            "or start a new run (--init takes its weights along)"
+        )
 
 
 def initialize(model: nn.Module, path: str | Path) -> None:

@@ -380,13 +380,7 @@ class Loop:
         assert self.run is not None
         done = ckpt.checkpoints(self.run)
         if done:
-            weights, averaged, training = ckpt.read_checkpoint(done[-1], ema=self.ema is not None)
-            ckpt.load_weights(self.bare, weights, what=str(done[-1]))
-            restore_optimizer(self.optimizer, training["optimizer"])
-            self.step, self.micro = training["step"], min(training["micro"], self.micro)
-            self.recorded = self.recorded if self._recordable() else None
-            if self.ema is not None:
-                self.ema.model.load_state_dict(averaged)
+            self._restore(done[-1])
         losses = (r["loss"] for r in read_metrics(self.run) if r["step"] <= self.step and "loss" in r)
         self.health.first_loss = next(losses, None)
         if self.accelerator.is_main_process:
@@ -394,3 +388,18 @@ class Loop:
             for left in (self.run / "checkpoints").glob(".unfinished-*"):
                 shutil.rmtree(left, ignore_errors=True)
         return self.step
+
+    def _restore(self, checkpoint: Path) -> None:
+        weights, averaged, training = ckpt.read_checkpoint(checkpoint, ema=self.ema is not None)
+        ckpt.check_model(checkpoint, self.bare, ema=self.ema is not None)
+        ckpt.load_weights(self.bare, weights, what=str(checkpoint))
+        try:
+            if checkpoint.name != f"step-{training['step']:07d}" or training["micro"] < 1:
+                raise ValueError(f"its training.pt is of step {training['step']}, by {training['micro']} images")
+            restore_optimizer(self.optimizer, training["optimizer"])
+            self.step, self.micro = training["step"], min(training["micro"], self.micro)
+            if self.ema is not None:
+                self.ema.model.load_state_dict(averaged)
+        except Exception as error:  # whatever damaged values make of themselves
+            raise ckpt.damaged(checkpoint, error) from error
+        self.recorded = self.recorded if self._recordable() else None

@@ -88,10 +88,16 @@ def make_optimizer(groups: Groups, settings: Settings, device: torch.device) -> 
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a saved state; how the steps are computed stays this machine's choice, not the saved one's."""
-    for group, own in zip(state["param_groups"], optimizer.param_groups):
-        group.update({key: own[key] for key in ("fused", "foreach", "capturable") if key in own})
-    optimizer.load_state_dict(state)
+    """Load what a saved state has of every parameter; rates, decays and how steps are computed are this run's own."""
+    groups = optimizer.state_dict()["param_groups"]
+    saved, own = ([len(group["params"]) for group in part] for part in (state["param_groups"], groups))
+    if saved != own:
+        raise ValueError(f"its optimiser has groups of {saved} parameters, expected {own}")
+    optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.shape not in ((), parameter.shape):
+                raise ValueError(f"{name} of its optimiser does not fit a parameter of shape {tuple(parameter.shape)}")
 
 
 class Average:

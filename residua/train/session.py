@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from torch import Tensor, nn
@@ -141,14 +142,14 @@ def fit(session: Session[Any, M], hooks: Hooks | None = None) -> M:
 
 
 def _begin(session: Session[Any, Any], run: Path, loop: Loop) -> None:
-    """Write down what is trained, and take up where the run was left."""
+    """Take up where the run was left, and write down what is trained."""
+    if session.machine.resume:
+        loop.resume()
     if session.accelerator.is_main_process:
         session.config.save(run / "config.yaml")
         write_text(run / "environment.json", json.dumps(environment() | _times(run, session.machine.resume), indent=1))
     numbers = {k: v for k, v in session.config.settings().items() if isinstance(v, int | float | str | bool)}
     session.accelerator.init_trackers("residua", config=numbers)
-    if session.machine.resume:
-        loop.resume()
 
 
 def _times(run: Path, resume: bool) -> dict[str, str | None]:
@@ -353,6 +354,7 @@ def resumed(given: C, names: Collection[str] = ()) -> C:
     if not path.exists():
         raise ValueError(f"there is no run to resume at {path.parent}: {path.name} is missing")
     saved = type(given).read(path)
+    _check_whole(saved, path)
     fresh, before, now = type(given)().settings(), saved.settings(), given.settings()
     check_place(folder, before["data"], "call this from there")
     orchestration = {f.name for f in fields(machine)}
@@ -374,6 +376,15 @@ def resumed(given: C, names: Collection[str] = ()) -> C:
             )
     changed = {k: now[k] for k in orchestration if k in names or now[k] != fresh[k]}
     return saved.override(**changed)
+
+
+def _check_whole(saved: Config, path: Path) -> None:
+    """Refuse the settings of a run that are not all there: defaults would take their place."""
+    there, settings = yaml.safe_load(path.read_text("utf-8")) or {}, saved.settings()
+    missing = [part.name for part in fields(saved) if part.name not in there]
+    missing += [name for name in ("steps", "batch_size", "epochs", "lr") if settings[name] in (None, "auto")]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}: it is cut short, or none that a run wrote")
 
 
 def hours(seconds: float) -> str:

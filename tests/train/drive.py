@@ -281,10 +281,11 @@ def _in_model_file(nth: _Nth) -> None:
 def _in_training_state(nth: _Nth) -> None:
     write = torch.save
 
-    def save(content: Any, path: Path) -> None:
-        write(content, path)
+    def save(content: Any, file: Any) -> None:
+        write(content, file)
         if nth.due():
-            _half(path)
+            file.flush()
+            _half(Path(file.name))
             nth.kill()
 
     torch.save = save

@@ -216,6 +216,25 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(
     assert same(residua.load(tmp_path), model)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file here that is always full")
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_a_disk_that_fills_up_in_the_training_state_is_told(
+    model: MAE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """PyTorch itself tells of positions in an archive then."""
+    good, mkdir = write(tmp_path, 1, model), Path.mkdir
+
+    def fill(folder: Path, **options: Any) -> None:
+        mkdir(folder, **options)
+        if "unfinished" in folder.name:
+            (folder / "training.pt").symlink_to("/dev/full")
+
+    monkeypatch.setattr(Path, "mkdir", fill)
+    with pytest.raises(ckpt.CheckpointError, match=r"No space left on device.*the last good checkpoint is .*step-0*1 "):
+        ckpt.write_checkpoint(tmp_path, 2, model, {"a": torch.zeros(size), "b": torch.zeros(size)})
+    assert list((tmp_path / "checkpoints").iterdir()) == [good]
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "ema.safetensors", "training.pt"])
 @pytest.mark.parametrize("size", [0, 900, None])
 def test_a_damaged_checkpoint_is_told_with_the_way_out(model: MAE, tmp_path: Path, name: str, size: int | None) -> None:

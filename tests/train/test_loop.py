@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import residua
 from residua.data import Batch
 from residua.train import Hooks, Loop, Session, TrainingStopped, fit, prepare, read_metrics
 from residua.train import checkpoint as ckpt
+from residua.train.config import Pretrain
 from residua.train.optim import Settings, learning_rate
 
 Weights = dict[str, Tensor]
@@ -403,6 +405,32 @@ def test_out_of_memory_for_one_image_is_the_end() -> None:
     loop = limited(prepare(small(ema=None)), 0, [])
     with pytest.raises(TrainingStopped, match=r"with 1 images at once at step 2: try --grad-checkpointing or a"):
         loop.fit()
+
+
+@pytest.mark.parametrize("name", ["optimizer", "micro", "step"])
+@pytest.mark.parametrize("value", [None, "x", [1], -1])
+def test_a_damaged_training_state_is_told_and_loses_nothing(
+    finished: Path, tmp_path: Path, name: str, value: Any
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    file = ckpt.checkpoints(run)[-1] / "training.pt"
+    torch.save(torch.load(file, weights_only=True) | {name: value}, file)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    session = prepare(small(run, resume=True))
+    with pytest.raises(ckpt.CheckpointError, match=rf"{file.parent.name} is damaged or not complete"):
+        fit(session)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(("setting", "words"), [({"mask_ratio": 0.5}, "mask_ratio is 0.5 there, 0.75 in step-"),
+                                                ({"ema": None}, "ema is off there, step-")])  # fmt: skip
+def test_settings_of_another_model_than_the_checkpoint_are_refused(
+    finished: Path, tmp_path: Path, setting: dict[str, Any], words: str
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    Pretrain.read(run / "config.yaml").override(**setting).save(run / "config.yaml")
+    with pytest.raises(ckpt.CheckpointError, match=f"config.yaml of .* is not what it was: {words}"):
+        fit(prepare(small(run, **setting, resume=True)))
 
 
 @pytest.mark.parametrize("where", ["checkpoint", "metrics"])

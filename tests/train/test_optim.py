@@ -100,6 +100,21 @@ def test_a_saved_state_does_not_choose_how_steps_are_computed() -> None:
     again.step()  # would refuse a capturable group on a CPU
 
 
+@pytest.mark.parametrize("damage", [None, [], torch.zeros(3), "missing"])
+def test_a_state_that_does_not_fit_is_refused(damage: object) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = make_optimizer([{"params": [weight]}], Settings(steps=9, batch_size=1, lr=0.1), torch.device("cpu"))
+    weight.sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    if damage == "missing":
+        state["param_groups"][0]["params"] = []
+    else:
+        state["state"][0]["exp_avg"] = damage
+    with pytest.raises(ValueError, match="its optimiser"):
+        restore_optimizer(optimizer, state)
+
+
 def test_the_average_starts_at_the_first_update_and_copies_buffers() -> None:
     model = torch.nn.BatchNorm1d(2)
     average = Average(model, 0.15)  # less than (1 + 1) / (10 + 1), so it is the decay itself

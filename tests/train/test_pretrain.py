@@ -193,6 +193,14 @@ def test_resume_needs_a_run(tmp_path: Path) -> None:
         prepare(Pretrain().override(resume=True, out=str(tmp_path / "nowhere")))
 
 
+@pytest.mark.parametrize(("part", "lacking"), [("machine:", "machine"), ("optim:", "optim, machine, steps"),
+                                               ("data:", "data, model, shortcut, optim, machine")])  # fmt: skip
+def test_settings_that_are_cut_short_are_no_run(finished: Path, tmp_path: Path, part: str, lacking: str) -> None:
+    (tmp_path / "config.yaml").write_text((finished / "config.yaml").read_text().partition(part)[0])
+    with pytest.raises(ValueError, match=rf"config.yaml lacks {lacking}.*cut short"):
+        prepare(Pretrain().override(resume=True, out=str(tmp_path)))
+
+
 def test_a_folder_that_holds_a_run_is_refused(finished: Path) -> None:
     with pytest.raises(ValueError, match=r"finished holds a run already: add --resume .* or choose another --out"):
         prepare(small(finished))
