@@ -83,7 +83,7 @@ class Rows:
             with replacing(done) as part, part.open("wb") as file:
                 np.save(file, np.zeros(shape[0], bool))
         if done.exists():
-            self.images, self.done = (np.lib.format.open_memmap(file, mode="r+") for file in (images, done))
+            self.images, self.done = _mapped(images, np.uint8, shape), _mapped(done, np.bool_, shape[:1])
 
     def missing(self) -> np.ndarray:
         return np.flatnonzero(~self.done)
@@ -93,6 +93,18 @@ class Rows:
         self.images.flush()
         self.done[index] = True
         self.done.flush()
+
+
+def _mapped(file: Path, dtype: Any, shape: tuple[int, ...]) -> np.memmap:
+    """An array to write to, if it is all there: one cut short would be filled up with zeros."""
+    try:
+        found = np.load(file, mmap_mode="r", allow_pickle=False)
+        whole = (found.dtype, found.shape) == (dtype, shape)
+    except Exception:  # whatever a damaged file makes of itself
+        whole = False
+    if not whole:
+        raise _damaged(file)
+    return np.lib.format.open_memmap(file, mode="r+")
 
 
 def write_samples(

@@ -204,6 +204,34 @@ def test_a_damaged_beginning_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     write_samples(model, tmp_path / "s.npz", 2, QUICK)
 
 
+@pytest.mark.parametrize("name", ["images.npy", "done.npy"])
+@pytest.mark.parametrize("damage", ["cut short", "of other numbers", "of another shape", "a folder"])
+def test_a_beginning_that_is_not_whole_is_not_filled_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: str
+) -> None:
+    """Mapped for writing, a file that is cut short grows again, by images that are black."""
+    put, model, file = samplefiles.Rows.put, network(), tmp_path / ".s.npz.parts" / name
+
+    def stop(rows: Any, index: np.ndarray, images: torch.Tensor) -> None:
+        put(rows, index, images)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(samplefiles.Rows, "put", stop)
+        with pytest.raises(KeyboardInterrupt):
+            write_samples(model, tmp_path / "s.npz", 3, QUICK, batch_size=2)
+    there = np.load(file)
+    if damage == "cut short":
+        file.write_bytes(file.read_bytes()[:-2])
+    elif damage == "a folder":
+        file.unlink()
+        file.mkdir()
+    else:
+        np.save(file, there.astype(np.float32) if "numbers" in damage else there[None])
+    with pytest.raises(ValueError, match=rf"^{file.parent} is damaged: remove it$"):
+        write_samples(model, tmp_path / "s.npz", 3, QUICK)
+
+
 def test_places_that_cannot_be_written_are_refused_before_sampling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
