@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,11 @@ def _tell_unlabelled(name: str, split: str, why: str | None) -> None:
 def _columns(name: str, file: Path, image: str | None, label: str | None) -> tuple[str, str | None, list[str] | None]:
     """Image column, label column (None if there is none) and class names (None if they are not given)."""
     schema = _schema(file)
-    features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    try:
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+        features = dict(features)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{file} describes its columns in a way that cannot be read: {error}") from error
     for given, what in ((image, "image"), (label, "label")):
         if given is not None and given not in schema.names:
             raise DataError(f"{name}: no column {given!r} for {what}; {did_you_mean(given, schema.names)}")
@@ -283,7 +288,8 @@ def _labels(
 
 def _label_column(name: str, file: Path, label: str) -> pa.ChunkedArray:
     """The column as numbers, booleans or words."""
-    column = pq.read_table(file, columns=[label])[label]
+    with _reading(file):
+        column = pq.read_table(file, columns=[label])[label]
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     if not (_tells_classes(column.type) or pa.types.is_binary(column.type)):
@@ -319,15 +325,24 @@ def _holds_images(kind: pa.DataType) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def _schema(file: Path) -> pa.Schema:
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """What damage a file has, told with its name."""
     try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        told = str(error).strip().partition("\n")[0]
+        raise DataError(f"{file} is not a readable parquet file: {told}") from error
+
+
+def _schema(file: Path) -> pa.Schema:
+    with _reading(file):
         return pq.read_schema(file)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file} is not a readable parquet file: {error}") from error
 
 
 def _column_bytes(file: Path, image: str) -> int:
-    meta = pq.read_metadata(file)
+    with _reading(file):
+        meta = pq.read_metadata(file)
     total = 0
     for g in range(meta.num_row_groups):
         columns = (meta.row_group(g).column(c) for c in range(meta.num_columns))
@@ -338,9 +353,12 @@ def _column_bytes(file: Path, image: str) -> int:
 def _rows(files: list[Path], image: str) -> Iterable[pa.Array]:
     """The image column, one array per row group."""
     for file in files:
-        parquet = pq.ParquetFile(file, memory_map=True)
+        with _reading(file):
+            parquet = pq.ParquetFile(file, memory_map=True)
         for g in range(parquet.num_row_groups):
-            yield from parquet.read_row_group(g, columns=[image])[image].chunks
+            with _reading(file):
+                column = parquet.read_row_group(g, columns=[image])[image]
+            yield from column.chunks
 
 
 def _spilled(files: list[Path], image: str) -> Iterable[pa.Array]:

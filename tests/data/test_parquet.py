@@ -278,6 +278,25 @@ def test_the_processes_of_a_machine_share_its_memory(hub_folder, monkeypatch):
     assert (folder / "cache").exists()
 
 
+@pytest.mark.parametrize("part", [slice(4, 60), slice(-400, -200)])
+def test_a_damaged_file_is_named(tmp_path, part):
+    write(tmp_path / "train-0.parquet", noise(3), [0, 1, 0])
+    write(tmp_path / "train-1.parquet", noise(3), [0, 1, 0])
+    content = bytearray((tmp_path / "train-1.parquet").read_bytes())
+    content[part] = b"\xff" * len(content[part])
+    (tmp_path / "train-1.parquet").write_bytes(content)
+    with pytest.raises(DataError, match=r"train-1.parquet is not a readable parquet file"):
+        load(f"parquet:{tmp_path}")
+
+
+@pytest.mark.parametrize("described", [b"{", b"[]", b'{"info": {"features": 3}}'])
+def test_a_damaged_description_is_named(tmp_path, described):
+    table = pa.table({"image": [png(image) for image in noise(2)]})
+    pq.write_table(table.replace_schema_metadata({"huggingface": described}), tmp_path / "train.parquet")
+    with pytest.raises(DataError, match=r"train.parquet describes its columns in a way that cannot be read"):
+        load(f"parquet:{tmp_path}")
+
+
 def test_wrong_files(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         load(f"parquet:{tmp_path}/nowhere")
