@@ -42,9 +42,14 @@ def img_size_in(config: Mapping[str, Any]) -> tuple[int, int] | None:
 def preprocessing_in(folder: Path, img_size: tuple[int, int], channels: int) -> Preprocessing | None:
     """As timm's `config.json` or transformers' `preprocessor_config.json` has it; None where neither says."""
     config, processor = config_of(folder), _json(folder / "preprocessor_config.json")
-    if "architecture" in config:  # timm's; its older folders have no inner part
-        return from_timm(config.get("pretrained_cfg", config), img_size, channels)
-    return from_processor(processor, img_size, channels) if processor else None
+    timm = "architecture" in config
+    try:
+        if timm:  # its older folders have no inner part
+            return from_timm(config.get("pretrained_cfg", config), img_size, channels)
+        return from_processor(processor, img_size, channels) if processor else None
+    except Exception as error:  # whatever values of another kind make of themselves
+        file = folder / ("config.json" if timm else "preprocessor_config.json")
+        raise ValueError(f"{file} does not say how images are prepared in a way that can be read: {error}") from error
 
 
 def assumed(model: object, img_size: tuple[int, int], channels: int, why: str = "") -> Preprocessing | None:

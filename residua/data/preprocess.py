@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,6 +46,8 @@ class Preprocessing:
             values = tuple(float(value) for value in getattr(self, field))
             if len(values) != self.in_chans:
                 raise DataError(f"{field} has {len(values)} values for {self.in_chans} channels")
+            if not all(math.isfinite(value) and (value > 0 or field == "mean") for value in values):
+                raise DataError(f"{field} {values}, expected {'positive' if field == 'std' else 'finite'} numbers")
             object.__setattr__(self, field, values)
         if self.crop_mode not in get_args(CropMode):
             raise DataError(f"crop_mode {self.crop_mode!r}, expected one of {', '.join(get_args(CropMode))}")

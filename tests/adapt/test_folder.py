@@ -206,6 +206,22 @@ def test_a_file_that_holds_no_settings_is_named(text: str, said: str, tmp_path: 
     assert folder.config_of(tmp_path / "elsewhere") == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("config.json", {"architecture": "vit", "mean": 2.5}),
+        ("config.json", {"architecture": "vit", "std": [0.1, 0.0, 0.1]}),
+        ("preprocessor_config.json", {"image_mean": [0.5, 0.5, []]}),
+        ("preprocessor_config.json", {"rescale_factor": "x"}),
+        ("preprocessor_config.json", {"resample": [1, 2]}),
+    ],
+)
+def test_preprocessing_that_cannot_be_read_is_named(name: str, told: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / name).write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=rf"{name} does not say how images are prepared in a way that can be read"):
+        folder.preprocessing_in(tmp_path, (16, 16), 3)
+
+
 def test_the_size_of_images_in_the_files_of_either_library(tmp_path: Path) -> None:
     for config, size in (
         ({"image_size": 32}, (32, 32)),

@@ -124,6 +124,13 @@ def test_round_trip_through_json():
     assert Preprocessing.from_dict(old) == PRE
 
 
+@pytest.mark.parametrize(("mean", "std"), [(float("nan"), 1.0), (float("inf"), 1.0), (0.5, 0.0), (0.5, float("nan")),
+                                           (0.5, -1.0)])  # fmt: skip
+def test_numbers_that_would_make_nonsense_of_every_image_are_refused(mean, std):
+    with pytest.raises(DataError, match=r"(mean|std) .*, expected"):
+        Preprocessing((8, 8), (mean,), (std,), in_chans=1)
+
+
 def test_wrong_arguments(tmp_path):
     with pytest.raises(DataError, match="2 values for 3 channels"):
         Preprocessing((8, 8), (0.1, 0.2), (1.0, 1.0, 1.0))
