@@ -15,17 +15,26 @@ WINDOWS = os.name == "nt"
 def replacing(path: Path) -> Iterator[Path]:
     """Where to write what shall be `path`: a file beside it that takes its place when written, and is gone otherwise.
 
-    Readers see the old file or the new one; of several writers, the last one's stays. An error of the disk that names
-    no file, as that of a full one, gets this name.
+    Readers see the old file or the new one; of several writers, the last one's stays.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
-        yield part
+        with named(path):
+            yield part
         part.replace(path)
-    except BaseException as error:
+    except BaseException:
         with suppress(OSError):  # what went wrong before is told
             part.unlink()
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        raise
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Give an error of the disk that names no file, as that of a full one, this name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
 

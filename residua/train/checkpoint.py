@@ -198,7 +198,7 @@ def _published(file: Path, written: dict[str, Any]) -> tuple[dict[str, Tensor], 
     try:
         state = translate(raw)
         return state, infer_config(state, _heads(written), img_size_in(written))
-    except ValueError as error:
+    except Exception as error:  # whatever damaged settings make of themselves
         raise CheckpointError(f"{file}: {error}") from error
 
 
@@ -308,7 +308,8 @@ def damaged(checkpoint: Path, error: Exception) -> CheckpointError:
 
 def check_model(checkpoint: Path, model: nn.Module, *, ema: bool) -> None:
     """Refuse to go on with another model than the one that a checkpoint is of, or without its moving average."""
-    saved, own = model_config(checkpoint / "model.safetensors"), json.loads(json.dumps(model.config))
+    now, then = json.loads(json.dumps(description(model))), _read_description(checkpoint / "model.safetensors") or {}
+    own, saved = (part.get("model", {}) | {"process": part.get("process")} for part in (now, then))
     differ = [f"{k} is {own[k]} there, {saved[k]} in {checkpoint.name}" for k in own if saved.get(k, own[k]) != own[k]]
     if not ema and (checkpoint / "ema.safetensors").exists():
         differ.append(f"ema is off there, {checkpoint.name} has a moving average")
@@ -376,7 +377,9 @@ def _beyond_shapes(written: dict[str, Any], known: dict[str, Any]) -> dict[str, 
     """What config.json knows beyond the shapes: transformers', or one of our exports."""
     sizes: dict[str, Any] = {}
     if "layer_norm_eps" in written or "model_type" in written:
-        sizes["norm_eps"] = written.get("layer_norm_eps", 1e-12)
+        sizes["norm_eps"] = eps = written.get("layer_norm_eps", 1e-12)
+        if not isinstance(eps, int | float) or not eps > 0:
+            raise CheckpointError(f"layer_norm_eps in its config.json is {eps}, expected a positive number")
     if written.get(FINAL_NORM) is False:
         sizes["final_norm"] = False
     if written and known["name"] == "mae_vit":

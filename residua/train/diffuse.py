@@ -22,7 +22,7 @@ from residua.data.autoencoder import LatentSpace, open_autoencoder
 from residua.data.latents import latent_view, latents_of
 from residua.nn.conditioning import drop_labels
 from residua.nn.diffusion import Process, make_process, noised, target
-from residua.train.checkpoint import checkpoints
+from residua.train.checkpoint import checkpoints, damaged
 from residua.train.diffuse_config import Diffuse, build_model, resolve
 from residua.train.loop import Hooks, Objective
 from residua.train.machine import count_parameters, training_flops
@@ -266,10 +266,15 @@ def _check_begun(model: Any, run: Path) -> None:
     saved = checkpoints(run)
     if not saved:
         return
-    before, space = json.loads((saved[-1] / "model.json").read_text("utf-8")), getattr(model, "autoencoder", None)
-    known = before.get("autoencoder")
+    space = getattr(model, "autoencoder", None)
+    try:
+        before = json.loads((saved[-1] / "model.json").read_text("utf-8"))
+        known = before.get("autoencoder")
+        other = space and (not known or replace(space, name=known["name"]).to_dict() != known)
+    except Exception as error:  # whatever a damaged file makes of itself
+        raise damaged(saved[-1], error) from error
     remedy = "put back what was there, or start a new run with another --out"
-    if space and (not known or replace(space, name=known["name"]).to_dict() != known):
+    if space and other:
         raise DataError(f"the autoencoder {space.name} is not the one that {run} was begun with: {remedy}")
     if before.get("classes") != getattr(model, "classes", None):
         raise DataError(f"the images have other classes than when {run} was begun: {remedy}")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from residua.adapt import shortcuts
 from residua.data import Batch, Feed
+from residua.files import named
 from residua.train import checkpoint as ckpt
 from residua.train.health import Health, any_of, memory_savers
 from residua.train.machine import autocast, peak_flops
@@ -357,7 +358,8 @@ class Loop:
         with agreed():
             if self.accelerator.is_main_process:
                 numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
-                self.accelerator.log(numbers, step=record["step"])
+                with named(self.run or Path()):
+                    self.accelerator.log(numbers, step=record["step"])
                 self.hooks.on_record(record)
 
     # ------------------------------------------------------------ stopping and going on

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from residua.adapt import is_name
 from residua.data import Batch, Feed, Preprocessing, Source, Splits, rng, train_view
 from residua.data.feed import Progress
-from residua.files import write_text
+from residua.files import named, write_text
 from residua.lock import claim, held, release
 from residua.nn.stream import residual_part
 from residua.train.health import any_of
@@ -149,7 +149,8 @@ def _begin(session: Session[Any, Any], run: Path, loop: Loop) -> None:
         session.config.save(run / "config.yaml")
         write_text(run / "environment.json", json.dumps(environment() | _times(run, session.machine.resume), indent=1))
     numbers = {k: v for k, v in session.config.settings().items() if isinstance(v, int | float | str | bool)}
-    session.accelerator.init_trackers("residua", config=numbers)
+    with named(run):
+        session.accelerator.init_trackers("residua", config=numbers)
 
 
 def _times(run: Path, resume: bool) -> dict[str, str | None]:

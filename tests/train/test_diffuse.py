@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -24,7 +25,7 @@ from residua.data.source import fingerprint_of
 from residua.nn import UViT
 from residua.nn.diffusion import VP, Flow
 from residua.train import TrainingStopped, fit, read_metrics
-from residua.train.checkpoint import checkpoints, load_file, save_model
+from residua.train.checkpoint import CheckpointError, checkpoints, load_file, save_model
 from residua.train.diffuse import Denoising, Diffusion, _attach, prepare
 from residua.train.diffuse_config import Diffuse, build_model, resolve
 from residua.train.optim import parameter_groups
@@ -370,6 +371,16 @@ def test_classes_without_images_are_not_told(monkeypatch: pytest.MonkeyPatch) ->
     assert (session.model.num_classes, session.model.classes) == (3, [names[1], names[4], names[6]])
     objective: Any = session.objective()
     assert objective.labels.tolist() == [0, 1, 2, 1] * 10
+
+
+def test_a_run_does_not_go_on_with_another_process_or_a_damaged_description(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    Diffuse.read(copy / "config.yaml").override(process="flow").save(copy / "config.yaml")
+    with pytest.raises(CheckpointError, match=r"config.yaml of .*copy is not what it was: process is .*flow.* there"):
+        fit(prepare(Diffuse().override(resume=True, out=str(copy), cpu=True)))
+    (checkpoints(copy)[-1] / "model.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"step-0000004 is damaged or not complete"):
+        prepare(Diffuse().override(resume=True, out=str(copy), cpu=True))
 
 
 def test_a_run_does_not_go_on_with_other_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
