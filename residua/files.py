@@ -22,9 +22,12 @@ def replacing(path: Path) -> Iterator[Path]:
         with named(path):
             yield part
         part.replace(path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):  # what went wrong before is told
             part.unlink()
+        if isinstance(error, OSError) and error.filename in (part, str(part)):  # which nobody asked for
+            error.filename = str(path)
+            del error.filename2
         raise
 
 

@@ -312,6 +312,29 @@ def test_another_broken_pipe_is_an_error(capfd, monkeypatch):
     assert "Broken pipe" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("readonly", [True, False])
+@pytest.mark.parametrize(
+    ("command", "work"),
+    [
+        ("evaluate RUN --no-cache --out OUT", "residua.evaluate.evaluate"),
+        ("embed RUN --data shapes --out OUT", "residua.evaluate.embed"),
+        ("segment RUN --out OUT", "residua.evaluate.segment"),
+        ("data preview shapes --out OUT", "residua.data.preview"),
+        ("compare RUN RUN --out OUT", "residua.report.compare"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_work(
+    run, tmp_path, monkeypatch, capsys, command, work, readonly
+):
+    place = tmp_path / "place"
+    place.mkdir() if readonly else place.write_text("a file")
+    monkeypatch.setattr(work, lambda *_, **__: pytest.fail("it works"))
+    if readonly:  # to this process, which may be root's
+        monkeypatch.setattr("os.access", lambda path, mode: Path(path) != place)
+    assert cli.main(command.replace("RUN", str(run)).replace("OUT", str(place / "x.png")).split()) == 2
+    assert f"cannot be written: {place} is no folder, or read-only; choose another --out" in capsys.readouterr().err
+
+
 def test_a_full_disk_is_told_in_a_sentence(capsys, monkeypatch):
     def fails(args: list[str]) -> None:
         raise OSError(28, "Error writing bytes to file", "out/features.parquet")  # the words of some library

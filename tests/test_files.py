@@ -40,6 +40,14 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypat
         files.write_text(tmp_path / "config.yaml", "text")
 
 
+def test_an_error_speaks_of_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").mkdir()  # where it cannot be put
+    with pytest.raises(OSError, match=r"'[^']*/a\.txt'$"):
+        files.write_text(tmp_path / "a.txt", "text")
+    with pytest.raises(FileNotFoundError, match=r"'[^']*/gone/a\.txt'$"):
+        files.write_text(tmp_path / "gone" / "a.txt", "text")
+
+
 def test_what_failed_is_told_where_the_folder_is_gone(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="gone"):
         files.write_text(tmp_path / "gone" / "a.txt", "text")

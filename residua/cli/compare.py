@@ -9,7 +9,7 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import console, device_of, say, show
+from .console import console, device_of, say, show, writable
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,10 @@ def compare(args: list[str]) -> None:
     runs = [Path(run).expanduser() for run in o.runs]
     if o.limit < 0:
         raise ValueError(f"--limit {o.limit}: give a number of images, or 0 for all")
-    device = device_of(o.device)
+    device, out = device_of(o.device), Path(o.out)
+    writable(out / "comparison.html" if out.is_dir() else out)
     page = compare(
-        runs, Path(o.out), along=o.dynamics, basis=o.colors, limit=o.limit or None, device=device,
+        runs, out, along=o.dynamics, basis=o.colors, limit=o.limit or None, device=device,
         on_message=lambda text: say(f"measuring {text}"),
     )  # fmt: skip
     console.print(comparison_table(runs))

@@ -138,15 +138,20 @@ def out_file(given: str, name: str) -> Path:
     out = Path(given).expanduser()
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder: name the file to write, such as {out / name}")
-    check_folder(out.parent)
-    return out
+    return writable(out)
+
+
+def writable(file: Path) -> Path:
+    """A file to write, looked at before the work starts."""
+    check_folder(file.parent)
+    return file
 
 
 def check_folder(folder: Path) -> None:
     """Refuse a folder that cannot be written to, before anything is measured."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"nothing can be written to {folder}: choose another --out")
+        raise ValueError(f"nothing can be written to {folder}: {there} is no folder, or read-only; choose another --out")
 
 
 def quickest_probe(device: str) -> Literal["simple", "lbfgs"]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional, subcommand
 
-from .console import note, print_nested, say
+from .console import note, out_file, print_nested, say
 
 _SHOWN = 10  # classes
 
@@ -55,7 +54,12 @@ def data(args: list[str]) -> None:
     splits = data.load(o.data)
     if isinstance(o, PreviewOptions):
         path = data.preview(
-            splits, Path(o.out), n=o.n, img_size=o.img_size, augmented=o.augmented, on_bad_image=o.on_bad_image
+            splits,
+            out_file(o.out, "preview.png"),
+            n=o.n,
+            img_size=o.img_size,
+            augmented=o.augmented,
+            on_bad_image=o.on_bad_image,
         )
         return say(f"written: {path}")
     found = data.describe(splits)

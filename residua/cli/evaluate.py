@@ -25,6 +25,7 @@ from .console import (
     quickest_probe,
     say,
     warn_shared,
+    writable,
 )
 
 
@@ -159,8 +160,8 @@ def _where(o: EvaluateOptions, spec: str) -> Path | None:
     file = run / "evaluation.json"
     own = trained_on(run) in (None, spec)
     if own and (o.limit is None or not file.exists()):
-        return file
-    return run / f"evaluation-{slug(spec)}{f'-{o.limit}' if o.limit else ''}.json"
+        return writable(file)
+    return writable(run / f"evaluation-{slug(spec)}{f'-{o.limit}' if o.limit else ''}.json")
 
 
 def _evaluate_diffusion(
@@ -260,7 +261,7 @@ def embed(args: list[str]) -> None:
     if is_diffusion(model):
         raise ValueError(f"{o.model} is a diffusion model, which embed does not read: residua evaluate scores it")
     path = residua.evaluate.embed(
-        model, o.data, o.out, layers=layers(o.layers), readout=o.readout,
+        model, o.data, out_file(o.out, "features.parquet"), layers=layers(o.layers), readout=o.readout,
         img_size=img_size(o.img_size), batch_size=o.batch_size, device=device,
         on_bad_image=o.on_bad_image or bad_images(o.model, o.data), progress=counting,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import bad_images, check_folder, console, data_of, device_of, img_size, note, out_file, say
+from .console import bad_images, console, data_of, device_of, img_size, note, out_file, say, writable
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,9 @@ def segment(args: list[str]) -> None:
     model = residua.load(o.model)
     data, run = o.data or data_of(o.model), Path(o.model).expanduser()
     where = run / "segmentation.json" if (run / "checkpoints").is_dir() else None
-    where = out_file(o.out, "segmentation.json") if o.out else where
-    if where is not None:
-        if where.suffix.lower() == ".png":
-            raise ValueError(f"--out {where}: name the JSON file; the picture lands beside it")
-        check_folder(where.parent)
+    where = out_file(o.out, "segmentation.json") if o.out else where and writable(where)
+    if where is not None and where.suffix.lower() == ".png":
+        raise ValueError(f"--out {where}: name the JSON file; the picture lands beside it")
     splits = residua.data.load(data)
     result = segment(
         model, splits, masks=o.masks, split=o.split, layer=o.layer, max_images=o.max_images,
