@@ -49,6 +49,21 @@ def write_text(path: Path, text: str) -> None:
         sync(part)
 
 
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Give a file that is written here the permissions of any other: safetensors makes its own for the owner alone."""
+    new = not path.exists()
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        yield
+    except BaseException:
+        if new:
+            path.unlink(missing_ok=True)
+        raise
+    path.chmod(mode)
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk.
 

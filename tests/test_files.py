@@ -59,6 +59,15 @@ def test_a_new_file_has_the_permissions_of_any_other(tmp_path: Path) -> None:
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
+def test_nothing_is_left_of_a_file_made_for_others_to_read_either(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("old")
+    for name in ("old", "new"):
+        with pytest.raises(OSError, match="full"), files.readable(tmp_path / name):
+            raise OSError("full")
+    assert os.listdir(tmp_path) == ["old"]
+    assert (tmp_path / "old").read_text() == "old"
+
+
 def test_two_writers_do_not_share_what_is_unfinished(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     with files.replacing(path) as one:

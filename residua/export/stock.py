@@ -17,6 +17,7 @@ from residua.data import Preprocessing
 from residua.data.augment import uncropped
 from residua.export.clean import Export
 from residua.export.fold import ExportError, Folded, fold_resnet, fold_vit, single_eps_difference
+from residua.files import readable
 from residua.nn import MAE, Classifier, ResNet, ViT, encoder_of
 
 FILES = ("model.safetensors", "config.json", "preprocessor_config.json")
@@ -408,7 +409,8 @@ def _prefixed(prefix: str, module: nn.Module) -> dict[str, Tensor]:
 
 
 def _write(out: Path, state: dict[str, Tensor], config: dict[str, Any]) -> None:
-    save_file({k: v.contiguous() for k, v in state.items()}, out / "model.safetensors", metadata={"format": "pt"})
+    with readable(out / "model.safetensors"):
+        save_file({k: v.contiguous() for k, v in state.items()}, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=1))
 
 

@@ -39,7 +39,7 @@ from residua.adapt.folder import (
 from residua.adapt.names import read_weights
 from residua.data import Preprocessing
 from residua.data.autoencoder import LatentSpace
-from residua.files import sync
+from residua.files import readable, sync
 from residua.nn import MAE, Classifier, Network
 from residua.nn.diffusion import VP, Flow, make_process, process_config
 from residua.nn.weights import infer_config, load_weights, translate
@@ -75,7 +75,8 @@ def save_model(
 ) -> None:
     """One self-describing safetensors file."""
     state = {k: v.detach().cpu().contiguous() for k, v in (weights or model.state_dict()).items()}
-    save_file(state, path, metadata={"residua": json.dumps(description(model, step)), "format": "pt"})
+    with readable(path):
+        save_file(state, path, metadata={"residua": json.dumps(description(model, step)), "format": "pt"})
 
 
 def checkpoints(run: Path) -> list[Path]:

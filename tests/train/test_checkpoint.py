@@ -114,6 +114,12 @@ def test_the_same_step_may_be_written_again(model: MAE, tmp_path: Path) -> None:
     assert same(residua.load(tmp_path), model)
 
 
+def test_others_may_read_what_they_may_read_elsewhere(model: MAE, tmp_path: Path) -> None:
+    folder = write(tmp_path, 1, model, ema=model.state_dict())
+    (tmp_path / "plain").touch()
+    assert {file.stat().st_mode for file in folder.iterdir()} == {(tmp_path / "plain").stat().st_mode}
+
+
 def test_unfinished_checkpoints_do_not_count(model: MAE, tmp_path: Path) -> None:
     with pytest.raises(ckpt.CheckpointError, match="nothing at"):
         residua.load(tmp_path / "nowhere")
