@@ -79,7 +79,7 @@ def same_value(a: str, b: str) -> bool:
 
 
 def trained(run: Path) -> bool:
-    """False where a run's own records say that it has steps to go; it may have been evaluated as it was."""
+    """False where a run has steps to go, by its records and checkpoints; it may have been evaluated as it was."""
     from residua.train.metrics import read_metrics
     from residua.train.options import read_flat
 
@@ -90,4 +90,6 @@ def trained(run: Path) -> bool:
         steps = read_flat(config).get("steps")
     except ValueError:  # told by who reads its scores
         return True
-    return not isinstance(steps, int) or records[-1]["step"] >= steps
+    if not isinstance(steps, int) or records[-1]["step"] >= steps:
+        return True
+    return (run / "checkpoints" / f"step-{steps:07d}" / "model.json").exists()  # the record of it was lost

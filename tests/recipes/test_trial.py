@@ -1,6 +1,8 @@
 """Names and values of a sweep's runs."""
 
-from residua.recipes.trial import Trial, same_value, text_of
+from pathlib import Path
+
+from residua.recipes.trial import Trial, same_value, text_of, trained
 
 
 def test_names_tell_settings_apart() -> None:
@@ -18,3 +20,15 @@ def test_values_as_typed() -> None:
     assert [text_of(value) for value in ((2, 2, 6, 2), None, True, 1e-3, "auto")] == [
         "2,2,6,2", "None", "True", "0.001", "auto",
     ]  # fmt: skip
+
+
+def test_a_run_is_at_its_end_by_its_records_or_by_its_last_checkpoint(tmp_path: Path) -> None:
+    """A power cut may lose the last record, which is written before the checkpoint and not waited for."""
+    (tmp_path / "config.yaml").write_text("steps: 20\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0}\n')
+    assert not trained(tmp_path)
+    last = tmp_path / "checkpoints" / "step-0000020"
+    last.mkdir(parents=True)
+    assert not trained(tmp_path)
+    (last / "model.json").write_text("{}")
+    assert trained(tmp_path)
