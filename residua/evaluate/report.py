@@ -45,6 +45,14 @@ class Score:
             return f"{s['shots']}-shot kNN (T {s['T']:g})"
         return f"{self.metric} ({s['protocol']})" if "protocol" in s else self.metric
 
+    def checked(self) -> Score:
+        """Itself, if everything in it is of its kind, as need not be what was read from a file."""
+        low, high = self.settings.get("interval") or (0.0, 0.0)
+        texts, numbers = (self.metric, self.subject, self.unit, self.name), (self.value, self.layer, low, high)
+        if not all(isinstance(text, str) for text in texts) or not all(isinstance(x, int | float) for x in numbers):
+            raise ValueError(f"a score is {vars(self)}, expected texts and numbers")
+        return self
+
     def __str__(self) -> str:
         """As it stands in a table."""
         if math.isnan(self.value):
@@ -184,7 +192,9 @@ class Report:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Report:
         """The reverse of `to_dict`; neighbours keep their names and lose their tensors."""
-        scores = [Score(**{**s, "value": math.nan if s["value"] is None else s["value"]}) for s in values["scores"]]
+        scores = [
+            Score(**{**s, "value": math.nan if s["value"] is None else s["value"]}).checked() for s in values["scores"]
+        ]
         height, width = values["img_size"]
         return cls(**{**values, "scores": scores, "img_size": (height, width)})
 

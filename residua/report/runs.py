@@ -103,11 +103,11 @@ def _tested(config: Pretrain | Finetune | Diffuse, result: dict[str, Any]) -> Re
         result["test"], result["seed"],
     )  # fmt: skip
     spread = {"interval": result["interval"], "interval_of": "95 %, Wilson"}
-    report.scores.append(Score("accuracy", MODEL, -1, result["accuracy"], "%", common | spread))
+    report.scores.append(Score("accuracy", MODEL, -1, result["accuracy"], "%", common | spread).checked())
     if result["top5"] is not None and result["top5"] == result["top5"]:
-        report.scores.append(Score("top-5 accuracy", MODEL, -1, result["top5"], "%", common))
+        report.scores.append(Score("top-5 accuracy", MODEL, -1, result["top5"], "%", common).checked())
     rank = {"n": result["n_test"], "of": "test", "center": "samples"}
-    report.scores.append(Score("entropy rank", MODEL, -1, result["entropy_rank"], "nats", common | rank))
+    report.scores.append(Score("entropy rank", MODEL, -1, result["entropy_rank"], "nats", common | rank).checked())
     return report
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from residua.evaluate import Report, Score
 from residua.report import comparison_table
-from residua.report.runs import by_depth, headline, interval_cell, read_run, while_training
+from residua.report.runs import NotARun, by_depth, headline, interval_cell, read_run, while_training
 from residua.train.finetune_config import Finetune
 
 
@@ -84,3 +84,15 @@ def test_a_classifiers_test_comes_as_scores(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert interval_cell(report.scores[0]).text == "40.0 to 60.0 %"
     assert (report.data, report.n_train, report.n_test, report.test) == ("digits", 30, 20, "test split")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("subject", 2.5), ("layer", "x"), ("unit", None), ("value", []), ("settings", {"interval": [[], 3]})],
+)
+def test_scores_of_another_kind_are_no_scores(report: Report, tmp_path: Path, name: str, value: object) -> None:
+    content = report.to_dict()
+    content["scores"][1][name] = value
+    (tmp_path / "scores.json").write_text(json.dumps(content))
+    with pytest.raises(NotARun, match=r"scores.json is neither"):
+        read_run(tmp_path / "scores.json")
