@@ -83,7 +83,9 @@ def to_torch_export(model: nn.Module, out: Path, images: Tensor, where: str) -> 
     program, given, wanted, pre = _prepare(model, images)
     with _quiet():
         exported = torch.export.export(program, _example(given), dynamic_shapes=_dynamic(program), strict=False)
-        torch.export.save(exported, out / "model.pt2", extra_files={"preprocessing.json": json.dumps(pre)})
+        content = io.BytesIO()  # writing itself, it ends the process on a full disk
+        torch.export.save(exported, content, extra_files={"preprocessing.json": json.dumps(pre)})
+    (out / "model.pt2").write_bytes(content.getvalue())
     (out / "preprocessing.json").write_text(json.dumps(pre, indent=1))
     loading = f"import torch\nmodel = torch.export.load({where}).module()"
     computing = f"{', '.join(program.outputs)} = model({', '.join(program.inputs)})"

@@ -203,6 +203,18 @@ def test_a_full_disk_is_a_sentence(target: str, tmp_path: Path, monkeypatch: pyt
         export(small_vit(), target, tmp_path / "file" / "out")
 
 
+def test_a_full_disk_does_not_end_the_process_that_exports_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ExportError, match=r"cannot write to .*out: .*No space left on device\. Free some space"):
+        export(small_vit(), "torch-export", tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
 def test_an_error_that_is_not_the_disks_stays_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*_: Any, **__: Any) -> None:
         raise OSError("the Hub cannot be reached")
