@@ -84,7 +84,7 @@ def test_fit_closes_what_it_opened(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_by_its_own_settings_and_this_calls_orchestration(tmp_path: Path) -> None:
     """What is typed counts, even where it is the default."""
-    before = Pretrain().override(seed=3, keep=5, log_every=7, steps=10, batch_size=8, epochs=2.0)
+    before = Pretrain().override(seed=3, keep=5, log_every=7, steps=10, batch_size=8, epochs=2.0, lr=1e-3)
     before.save(tmp_path / "config.yaml")
     given = Pretrain().override(out=str(tmp_path), resume=True)
     plain = resumed(given).settings()
