@@ -332,7 +332,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_work(
     if readonly:  # to this process, which may be root's
         monkeypatch.setattr("os.access", lambda path, mode: Path(path) != place)
     assert cli.main(command.replace("RUN", str(run)).replace("OUT", str(place / "x.png")).split()) == 2
-    assert f"cannot be written: {place} is no folder, or read-only; choose another --out" in capsys.readouterr().err
+    assert f": {place} is no folder, or read-only; choose another --out" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_told_in_a_sentence(capsys, monkeypatch):

@@ -151,7 +151,9 @@ def check_folder(folder: Path) -> None:
     """Refuse a folder that cannot be written to, before anything is measured."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"nothing can be written to {folder}: {there} is no folder, or read-only; choose another --out")
+        raise ValueError(
+            f"nothing can be written to {folder}: {there} is no folder, or read-only; choose another --out"
+        )
 
 
 def quickest_probe(device: str) -> Literal["simple", "lbfgs"]:
