@@ -317,7 +317,7 @@ def check_model(checkpoint: Path, model: nn.Module, *, ema: bool) -> None:
     if differ:
         raise CheckpointError(
             f"config.yaml of {checkpoint.parents[1]} is not what it was: {'; '.join(differ)}. Put it back as it was, "
-            "or start a new run (--init takes its weights along)"
+            "or start a new run"
         )
 
 
