@@ -146,7 +146,7 @@ def test_what_has_no_name_arrives_in_order(run: Path, tmp_path: Path, monkeypatc
     )
     assert (str(folder), found) == ("counterfactuals/depth", Look(k=4, images=3))
     _, data, out = given("residua.evaluate:embed", "embed", str(run), "--data", "digits", "--out", "f.parquet")
-    assert (data, out) == ("digits", "f.parquet")
+    assert (data, str(out)) == ("digits", "f.parquet")
     assert given("residua.export:export", "export", str(run), "--to", "onnx", "--out", "o") == (str(run), "onnx", "o")
     assert given("residua.report:compare", "compare", "a", "b", "--out", "p") == ([Path("a"), Path("b")], Path("p"))
     assert given("residua.evaluate.generative:score", "score", "s", "--reference", "r") == ("s", "r")

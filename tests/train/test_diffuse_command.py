@@ -32,7 +32,7 @@ class Colours(nn.Module):
 @pytest.fixture
 def colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Extractor:
     """What opening any extractor gives; references are kept in a folder of the test."""
-    found = Extractor("colours", Colours(), True)
+    found = Extractor("colours", Colours(), "FID")
     monkeypatch.setenv("RESIDUA_DATA", str(tmp_path / "cache"))
     monkeypatch.setattr(extractor, "open_extractor", lambda *_: found)
     return found
