@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 WINDOWS = os.name == "nt"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_OF_DISKS = (*FULL, errno.EIO, errno.EROFS, errno.EFBIG)
 
 
 @contextmanager
@@ -37,7 +40,7 @@ def named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:
+        if error.errno in _OF_DISKS and error.filename is None:
             error.filename = str(path)
         raise
 
@@ -61,7 +64,8 @@ def readable(path: Path) -> Iterator[None]:
         if new:
             path.unlink(missing_ok=True)
         raise
-    path.chmod(mode)
+    with suppress(OSError):  # some mounts and owners do not let it, and it is written
+        path.chmod(mode)
 
 
 def sync(path: Path) -> None:

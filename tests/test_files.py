@@ -1,5 +1,6 @@
 """Files that are there whole or not at all."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypat
     monkeypatch.setattr(Path, "write_text", write)
     with pytest.raises(OSError, match=r"No space left on device: '.*config\.yaml'$"):
         files.write_text(tmp_path / "config.yaml", "text")
+
+
+def test_only_errors_of_the_disk_are_given_a_file(tmp_path: Path) -> None:
+    """A tracker that loses its connection has not failed to write to the run."""
+    for number, file in ((errno.ENOSPC, str(tmp_path)), (errno.ECONNREFUSED, None)):
+        with pytest.raises(OSError) as raised, files.named(tmp_path):
+            raise OSError(number, "something is wrong")
+        assert raised.value.filename == file
 
 
 def test_an_error_speaks_of_the_file_that_was_asked_for(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ undoes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -143,6 +143,13 @@ def _add(x: Tensor, y: Tensor, alpha: Tensor, branch_first: bool) -> Tensor:
     return x * alpha + y
 
 
+def _with_first(out: Any, y: Tensor) -> Any:
+    """What a block returns, with another stream: a tuple, or one of its library's outputs, which have names."""
+    if isinstance(out, Mapping):
+        return type(out)(**{**out, next(iter(out)): y})
+    return type(out)((y, *out[1:]))
+
+
 class Faded(nn.Module):
     """First base of the class that a faded block has."""
 
@@ -159,7 +166,7 @@ class Faded(nn.Module):
             y = out if isinstance(out, Tensor) else out[0]
             # (alpha x + scale (s y - x)) / s, so written that alpha = scale = 1 leaves y as it is, bit for bit
             y = scaled_add(x, y if scale == 1.0 else y * scale, (alphas[0] - scale) / s)
-            return y if isinstance(out, Tensor) else type(out)((y, *out[1:]))
+            return y if isinstance(out, Tensor) else _with_first(out, y)
         # what the steps of steps_of do, without building them: eager passes wait for Python
         quick = not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
         for (_, branch, shortcut, after, branch_first), alpha in zip(

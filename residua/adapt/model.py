@@ -150,7 +150,7 @@ def _known(model: nn.Module) -> list[Located]:
     visit("", model)
     if len(found) == 1 and found[0].kind.whole and not isinstance(found[0].block, Faded):
         look_into(*found[0][:2])  # a transformer alone, not as a branch of others: its own stream is the model's
-        return found if len(found) == 1 or found[1].kind.whole else found[1:]
+        return found[1:] or found
     return found
 
 

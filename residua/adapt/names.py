@@ -255,15 +255,14 @@ def _denoiser_of(name: str) -> tuple[str, Path]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import EntryNotFoundError, LocalEntryNotFoundError
 
-    *first, last = _DENOISERS
-    for part in first:
+    missing: list[Exception] = []
+    for part in _DENOISERS:
         try:
-            return part, Path(hf_hub_download(name, "config.json", subfolder=part))
-        except LocalEntryNotFoundError:  # the Hub was not reached
-            raise
-        except EntryNotFoundError:
-            continue
-    return last, Path(hf_hub_download(name, "config.json"))
+            return part, Path(hf_hub_download(name, "config.json", subfolder=part or None))
+        except EntryNotFoundError as error:
+            missing.append(error)
+    # a Hub that was not reached says more than a file that is not there
+    raise next((error for error in missing if isinstance(error, LocalEntryNotFoundError)), missing[0])
 
 
 # ---------------------------------------------------------------- weights of a file

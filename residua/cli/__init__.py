@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from residua.files import FULL
+
 from .console import console, fail, note, say
 
 # Threads that spin while they wait slow each other down a hundredfold where another program wants the cores too.
@@ -119,7 +121,7 @@ def _main(args: list[str]) -> int:
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get("RESIDUA_DEBUG") or (isinstance(error, BrokenPipeError) and _unread()):
             raise
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in FULL:
             return fail(_full(error))
         stopped = type(error).__name__ == "TrainingStopped"
         hint = (

@@ -41,7 +41,7 @@ def compare(args: list[str]) -> None:
     runs = [Path(run).expanduser() for run in o.runs]
     if o.limit < 0:
         raise ValueError(f"--limit {o.limit}: give a number of images, or 0 for all")
-    device, out = device_of(o.device), Path(o.out)
+    device, out = device_of(o.device), Path(o.out).expanduser()
     writable(out / "comparison.html" if out.is_dir() else out)
     page = compare(
         runs, out, along=o.dynamics, basis=o.colors, limit=o.limit or None, device=device,

@@ -149,7 +149,8 @@ def writable(file: Path) -> Path:
 
 def check_folder(folder: Path) -> None:
     """Refuse a folder that cannot be written to, before anything is measured."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    above = (folder.absolute(), *folder.absolute().parents)
+    there = next((path for path in above if path.exists()), folder)  # none: a drive that is not there
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(
             f"nothing can be written to {folder}: {there} is no folder, or read-only; choose another --out"

@@ -94,7 +94,9 @@ def open_extractor(
 def inception_extractor(weights: str | Path | None = None, *, spatial: bool = False) -> Extractor:
     """The one of FID, or with `spatial` of sFID."""
     model = load_inception(weights, spatial)
-    about = {"input": "TensorFlow 1 bilinear to 299 px", "features": SPATIAL_FEATURES if spatial else FEATURES}
+    about: dict[str, Any] = {"input": "TensorFlow 1 bilinear to 299 px", "features": FEATURES}
+    if spatial:
+        about |= {"features": SPATIAL_FEATURES, "order": "row, column, channel"}
     where = " at mixed_6/conv" if spatial else ""
     if model.published:
         return Extractor(f"Inception 2015-12-05{where}", model, "sFID" if spatial else "FID", about)

@@ -73,7 +73,8 @@ class Inception(nn.Module):
         """From images (B, 3, 299, 299) scaled to [-1, 1)."""
         for name, layer in self.named_children():
             if self.spatial and name == "Mixed_6d":
-                return F.relu(self.Mixed_6d["branch1x1"](x))[:, :_SPATIAL].flatten(1).float()
+                x = F.relu(self.Mixed_6d["branch1x1"](x))[:, :_SPATIAL]
+                return x.permute(0, 2, 3, 1).flatten(1).float()  # place by place, as files of statistics have them
             x = layer(x) if isinstance(layer, Block) else F.relu(layer(x), inplace=True)
             if name in ("Conv2d_2b_3x3", "Conv2d_4a_3x3"):
                 x = F.max_pool2d(x, 3, stride=2)

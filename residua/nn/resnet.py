@@ -3,7 +3,6 @@
 from dataclasses import asdict
 from typing import Any, Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -137,12 +136,9 @@ class ResNet(nn.Module):
         return {"stem": r"^conv1|bn1", "blocks": r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)"}
 
     def embed(self, images: Tensor) -> Tensor:
-        """Images (B, C, H, W) -> stream (B, width, h, w) before the first step.
-
-        The stream lies in memory with its channels last, as convolutions like it (`benchmarks/resnet_step.py`).
-        """
+        """Images (B, C, H, W) -> stream (B, width, h, w) before the first step."""
         expect_images(images, self.in_chans)
-        x = F.relu(self.bn1(self.conv1(images.contiguous(memory_format=torch.channels_last))))
+        x = F.relu(self.bn1(self.conv1(images)))
         return x if self.small_stem else F.max_pool2d(x, 3, stride=2, padding=1)
 
     def steps(self) -> list[Step]:

@@ -98,6 +98,8 @@ class Labelling(Augmentation):
             weights = mixing.mix_weights(u, self.img_size, self.mixup, self.cutmix)
             if self.together > 1:
                 x = mixing.mix(x, weights)
+            if x.device.type == "cpu":  # where convolutions are faster on it; compiled ones choose for themselves
+                x = x.contiguous(memory_format=torch.channels_last)
             return x, mixing.soft_targets(self.labels[batch.index], weights, self.classes, self.smoothing)
 
     @torch.no_grad()

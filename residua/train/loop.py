@@ -402,6 +402,8 @@ class Loop:
             self.step, self.micro = training["step"], min(training["micro"], self.micro)
             if self.ema is not None:
                 self.ema.model.load_state_dict(averaged)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # whatever damaged values make of themselves
             raise ckpt.damaged(checkpoint, error) from error
         self.recorded = self.recorded if self._recordable() else None

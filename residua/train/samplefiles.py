@@ -5,7 +5,6 @@ How samples came about is kept with them: OUT/samples.json, `about` in OUT.npz, 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from residua.data import DataError
 from residua.data.arrays import read_npz
 from residua.data.latents import new_array
-from residua.files import replacing, write_text
+from residua.files import FULL, replacing, write_text
 from residua.train.sample import (
     Progress,
     Sampling,
@@ -150,7 +149,7 @@ def write_samples(
         else:
             _write_folder(path, n, made, fill, main, wait)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             raise
         raise ValueError(
             f"{path}: there is no room for {n:,} samples ({error.strerror}): free some space and run the same again, "
@@ -322,7 +321,9 @@ def _write_array(
             os.replace(whole, path)
         finally:
             whole.unlink(missing_ok=True)
-            del rows  # Windows removes no file that is mapped
+    del rows  # Windows removes no file that is mapped, by any process
+    wait()
+    if main:
         shutil.rmtree(parts)
     wait()
 

@@ -371,6 +371,29 @@ def test_a_transformer_alone_is_no_branch() -> None:
 
 
 @torch.no_grad()
+def test_outputs_with_names_keep_them() -> None:
+    """Transformers return one of diffusers' outputs unless they are told not to."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attentions = nn.ModuleList(
+                diffusers.Transformer2DModel(2, 8, num_layers=1, in_channels=16, norm_num_groups=4) for _ in range(2)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            for transformer in self.attentions:
+                x = transformer(x).sample
+            return x
+
+    model, x = Two().eval(), torch.randn(1, 16, 4, 4)
+    first = model.attentions[0](x).sample
+    expected = model.attentions[1](first).sample - 0.5 * first
+    residua.fade(model, alpha_min=0.5, example=x)
+    torch.testing.assert_close(model(x), expected)
+
+
+@torch.no_grad()
 def test_a_part_fades_by_itself_and_compiles_as_one_graph() -> None:
     unet, inputs = build("scaled")
     seen: list[Any] = []

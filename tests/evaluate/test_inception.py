@@ -170,7 +170,8 @@ def test_spatial_features_are_seven_channels_of_mixed_6(state, file: Path, monke
         other((resize_tf1(images.float(), 299, 299) - 128) / 128)
     expected = maps[0][:, :7]
     assert expected.shape[2:] == (17, 17)
-    torch.testing.assert_close(found, expected.flatten(1), rtol=1e-4, atol=1e-4 * float(expected.max()))
+    flat = expected.permute(0, 2, 3, 1).flatten(1)  # TensorFlow's maps have their channels last
+    torch.testing.assert_close(found, flat, rtol=1e-4, atol=1e-4 * float(expected.max()))
     names = [name for name, _ in Inception().named_children() if name.startswith("Mixed")]
     assert names.index("Mixed_6d") == 6
 

@@ -225,6 +225,8 @@ def test_without_regularisation_it_is_plain_cross_entropy(encoder: str) -> None:
     torch.testing.assert_close(
         objective(session.model, batch, epochs), nn.functional.cross_entropy(session.model(views), labels)
     )
+    images, _ = objective.view(batch, epochs)
+    assert images.is_contiguous(memory_format=torch.channels_last)  # on a CPU: benchmarks/resnet_step.py
 
 
 def regularised(encoder: str, **settings: float) -> tuple[Tensor, Tensor]:
