@@ -9,7 +9,7 @@ import pytest
 from residua import alphas
 from residua.report.along import as_dynamics
 from residua.report.runs import read_runs, while_training
-from residua.train import Pretrain
+from residua.train import Pretrain, read_metrics
 from residua.train.options import read_flat
 
 from .records import (
@@ -231,6 +231,30 @@ def test_resnets():
             )
 
 
+def full_width(alpha: str, key: str) -> list[float]:
+    """One a seed."""
+    runs = sorted(RECORDS.glob(f"cifar-resnet18/alpha-{alpha}-seed-*"))
+    return [read(f"cifar-resnet18/{run.name}/finetune.json")[key] for run in runs]
+
+
+def test_resnets_of_full_width():
+    accuracy, rank = table("results.md", "| ResNet-18, 8 blocks | alpha_min 1")
+    for (_, *cells, apart), key in ((accuracy, "accuracy"), (rank, "entropy_rank")):
+        plain, faded = full_width("1.0", key), full_width("0.7", key)
+        for cell, values in zip(cells, (plain, faded), strict=True):
+            agree(cell, *values)
+        agree(apart, *difference(plain, faded))
+    for run in ("alpha-1.0-seed-0", "alpha-0.7-seed-0"):
+        own = read(f"cifar-resnet18/{run}/finetune.json")
+        low, high = own["interval"]
+        agree(said("results.md", "each accuracy is good to ±", "points"), (high - low) / 2)
+    ranks = [
+        [row["eval/entropy_rank"] for row in read_metrics(run) if "eval/entropy_rank" in row]
+        for run in (RECORDS / "cifar-resnet18" / f"alpha-{alpha}-seed-0" for alpha in ("1.0", "0.7"))
+    ]
+    assert all(faded < plain for plain, faded in zip(*ranks, strict=True))
+
+
 def test_papers_tables():
     """Of what stands beside the paper's numbers, ours."""
     rows = [row for row in table("results.md", "| of the paper | its numbers") if row[2]]
@@ -251,4 +275,6 @@ def test_papers_tables():
     fids = (read(f"{run}/score.json")["scores"]["FID"]["value"] for run in diffusion)
     agree(ours["table 4"], *fids, *(read(f"{run}/evaluation.json")["probes"]["model"]["accuracy"] for run in diffusion))
     found = [resnets(alpha, blocks) for blocks in (8, 16) for alpha in ("1.0", "0.7")]
-    agree(ours["figure 4"], *(fmean(run[key] for run in own) for key in ("accuracy", "entropy_rank") for own in found))
+    narrow = (fmean(run[key] for run in own) for key in ("accuracy", "entropy_rank") for own in found)
+    full = (fmean(full_width(alpha, key)) for key in ("accuracy", "entropy_rank") for alpha in ("1.0", "0.7"))
+    agree(ours["figure 4"], *narrow, *full)
