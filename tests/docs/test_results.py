@@ -252,8 +252,8 @@ def test_resnets_of_full_width():
         [row["eval/entropy_rank"] for run in runs for row in read_metrics(run) if "eval/entropy_rank" in row]
         for runs in (sorted(RECORDS.glob(f"cifar-resnet18/alpha-{alpha}-seed-*")) for alpha in ("1.0", "0.7"))
     ]
-    assert [faded < plain for plain, faded in zip(*ranks, strict=True)].count(True) == 19
-    assert len(ranks[0]) == 20
+    assert [faded < plain for plain, faded in zip(*ranks, strict=True)].count(True) == 28
+    assert len(ranks[0]) == 30
     narrow = [[run["entropy_rank"] for run in resnets(alpha, 8)] for alpha in ("1.0", "0.7")]
     wide = [full_width(alpha, "entropy_rank") for alpha in ("1.0", "0.7")]
     assert 1.8 < difference(*wide)[0] / difference(*narrow)[0] < 2.2  # "by twice as much"
