@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -12,7 +13,8 @@ from residua.data.errors import DataError, did_you_mean
 from residua.data.source import Source, Splits
 
 _WITH_PATH = {"folder": "PATH", "parquet": "PATH", "hf": "NAME", "imagenet": "PATH"}
-_OPTIONS = {  # beside `classes`, which all have
+_COMMON = ("classes", "train")  # every source has these
+_OPTIONS = {  # beside those
     "shapes": ("n", "size", "test"),
     "parquet": ("image", "label"),
     "hf": ("image", "label", "config", "revision"),
@@ -33,14 +35,19 @@ def load(spec: str, *, seed: int = 0, img_size: int | None = None) -> Splits:
     | `hf:NAME` | the Hugging Face Hub; `?config=`, `?revision=`, `?label=`, `?image=` |
     | `cifar10 cifar100 stl10 mnist fashion-mnist imagenet:PATH` | torchvision's |
 
-    Of any labelled set `?classes=3` keeps the images of the first three classes. `img_size` is the size `shapes` is
-    drawn at unless the spec says; stored images keep theirs.
+    Of any labelled set `?classes=3` keeps the images of the first three classes; of any set `?train=5000` draws that
+    many of the training images, always the same ones, and leaves the test images as they are. `img_size` is the size
+    `shapes` is drawn at unless the spec says; stored images keep theirs.
     """
     name, argument, options = _parse(spec)
-    if name == "shapes" or "classes" not in options:
-        return _load(spec, name, argument, options, seed, img_size)
-    count = _integer(spec, "classes", options.pop("classes"))
-    return _first_classes(spec, _load(spec, name, argument, options, seed, img_size), count)
+    count = _integer(spec, "train", options.pop("train")) if "train" in options else None
+    classes = None
+    if "classes" in options and name != "shapes":
+        classes = _integer(spec, "classes", options.pop("classes"))
+    splits = _load(spec, name, argument, options, seed, img_size)
+    if classes is not None:
+        splits = _first_classes(spec, splits, classes)
+    return splits if count is None else _fewer(spec, splits, count)
 
 
 def _load(spec: str, name: str, argument: str, options: dict[str, str], seed: int, img_size: int | None) -> Splits:
@@ -81,7 +88,7 @@ def _parse(spec: str) -> tuple[str, str, dict[str, str]]:
         raise DataError(f"data {spec!r}: {name} takes no path; options follow a question mark ({name}?key=value)")
     options = dict(parse_qsl(query, keep_blank_values=True))
     for key in options:
-        allowed = (*_OPTIONS.get(name, ()), "classes")
+        allowed = (*_OPTIONS.get(name, ()), *_COMMON)
         if key not in allowed:
             raise DataError(f"data {spec!r}: unknown option {key!r}; {did_you_mean(key, allowed)}")
     return name, argument, options
@@ -104,6 +111,15 @@ def _first_classes(spec: str, splits: Splits, count: int) -> Splits:
         return kept
 
     return Splits(splits.name, part(train), None if test is None else part(test))
+
+
+def _fewer(spec: str, splits: Splits, count: int) -> Splits:
+    """`count` of the training images, in their order; which ones depends on how many there are and nothing else."""
+    total = len(splits.train)
+    if not 1 <= count <= total:
+        raise DataError(f"data {spec!r}: train={count}, expected 1 to {total:,}, the number of training images")
+    drawn = np.random.default_rng(0).permutation(total)[:count]
+    return replace(splits, train=splits.train.subset(np.sort(drawn)))
 
 
 def _integer(spec: str, key: str, value: str) -> int:

@@ -17,7 +17,7 @@ from residua.data import DataError, load
         ("shapes?sise=3", "did you mean 'size'"),
         ("shapes?clases=3", "did you mean 'classes'?"),
         ("shapes?n=many", "expected a whole number"),
-        ("digits?n=3", "unknown option 'n'; known: classes"),
+        ("digits?n=3", "unknown option 'n'; known: classes, train"),
     ],
 )
 def test_wrong_spellings_are_explained(spec, message):
@@ -55,3 +55,28 @@ def test_the_first_classes_of_any_labelled_source():
         load("digits?classes=11")
     with pytest.raises(DataError, match="whole number"):
         load("digits?classes=few")
+
+
+def test_fewer_training_images_of_any_source():
+    whole, part = load("digits"), load("digits?train=200")
+    kept = [i for i, image in enumerate(whole.train.array()) if (part.train.array() == image).all((1, 2, 3)).any()]
+    assert len(part.train) == 200 == len(kept)
+    assert np.array_equal(part.train.array(), whole.train.array()[kept])
+    assert part.train.labels.tolist() == whole.train.labels[kept].tolist()
+    assert kept[-1] > 1000, "drawn from all of them, not the first"
+    assert set(part.train.labels) == set(range(10))
+    assert np.array_equal(part.test.array(), whole.test.array())
+    assert np.array_equal(load("digits?train=200").train.array(), part.train.array())
+    assert set(map(bytes, load("digits?train=100").train.array())) < set(map(bytes, part.train.array()))
+    few = load("digits?classes=3&train=50")
+    assert len(few.train) == 50
+    assert set(few.train.labels) == {0, 1, 2} == set(few.test.labels)
+    assert len(load("shapes?n=40&size=16&train=7&classes=2").train) == 7
+
+
+@pytest.mark.parametrize(
+    ("count", "message"), [("0", "expected 1 to 1,4"), ("5000", "expected 1 to 1,4"), ("x", "whole")]
+)
+def test_numbers_of_training_images_that_cannot_be_had(count, message):
+    with pytest.raises(DataError, match=message):
+        load(f"digits?train={count}")
