@@ -105,3 +105,15 @@ def last_block(record: str, metric: str) -> float:
     own = (metric, "model", LAST)
     found = read(f"{record}/evaluation.json")["scores"]
     return next(s["value"] for s in found if (s["metric"], s["subject"], s["layer"]) == own)
+
+
+def take_off(record: str, level: float = 0.7) -> float:
+    """The first step at which the mean loss of three records is below a level; infinite where none is."""
+    rows = [row for row in read_metrics(RECORDS / record) if "loss" in row]
+    below = (c["step"] for a, b, c in zip(rows, rows[1:], rows[2:]) if (a["loss"] + b["loss"] + c["loss"]) / 3 < level)
+    return next(below, float("inf"))
+
+
+def whole(cell: str) -> list[int]:
+    """The whole numbers of a cell, which may have commas for thousands."""
+    return [int(number.replace(",", "")) for number in re.findall(r"\d+(?:,\d{3})*", cell)]

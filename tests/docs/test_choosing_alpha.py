@@ -6,6 +6,7 @@ from statistics import fmean
 
 import pytest
 
+from residua.train import read_metrics
 from residua.train.options import auto_alpha
 
 from .records import (
@@ -13,15 +14,19 @@ from .records import (
     LAST,
     PROBE,
     RANKME,
+    RECORDS,
     agree,
     along,
     best,
     difference,
     last_block,
+    losses,
     said,
     scores,
     seeds,
     table,
+    take_off,
+    whole,
 )
 
 GAINS = "| alpha_min | 5,500 | 10,900 | 16,400 | 21,900 |"
@@ -69,6 +74,43 @@ def test_very_short_runs():
         means[metric, zero, "1.0"] - means[metric, zero, "0.7"] for metric in (PROBE, KNN) for zero in (False, True)
     )
     agree(said("choosing-alpha.md", "In the probe 0.7 costs", ". The last"), *costs)
+
+
+def test_other_ways_to_fade_in_very_short_runs():
+    names = ("alpha-1.0-zero-False", "alpha-0.7-zero-False", "alpha-0.7-annealed", "alpha-0.7-until-0.75",
+             "constant-0.846")  # fmt: skip
+    runs = [[f"cifar100-1200-steps/{name}-seed-{seed}" for seed in range(3)] for name in names]
+    probe, probe_gain, knn, knn_gain, rankme, loss, steps = (
+        cells for _, *cells in table("choosing-alpha.md", "| | 1.0 | 0.7 | 0.7 `--anneal 0.5` |")
+    )
+    for metric, cells, gains in ((PROBE, probe, probe_gain), (KNN, knn, knn_gain), (RANKME, rankme, None)):
+        found = [[last_block(run, metric) for run in own] for own in runs]
+        for i, (cell, own) in enumerate(zip(cells, found, strict=True)):
+            agree(cell, *own)
+            if gains and i:
+                agree(gains[i], *difference(found[0], own))
+    for cell, left, own in zip(loss, steps, runs, strict=True):
+        agree(cell, *(losses(run, 1080, 1200) for run in own))
+        assert [take_off(run) for run in own] == (whole(left) or [float("inf")] * 3)
+        assert all(0.745 < losses(run, 120, 264) < 0.765 for run in own)
+
+
+def test_how_long_losses_linger():
+    every, plain, auto = table("choosing-alpha.md", "| run of steps | 5,000 |")[-3:]
+    lengths = {"5k": "0.914", "10k": "0.814", "22k": "0.7", "50k": "0.7", "86k": "0.7"}
+    later = []
+    for column, (length, alpha) in enumerate(lengths.items(), 1):
+        names = [[f"tiny-imagenet-{run}" for run in seeds(f"{length}-xavier-alpha-{a}")] for a in ("1.0", alpha)]
+        ones, others = ([take_off(name) for name in own] for own in names)
+        assert (ones, others) == (whole(plain[column]), whole(auto[column]))
+        assert all(b > a for a, b in zip(ones, others, strict=True))
+        first, second, *_ = (row["step"] for row in read_metrics(RECORDS / names[0][0]) if "loss" in row)
+        assert whole(every[column]) == [second - first]
+        if alpha == "0.7":
+            later += [100 * (b / a - 1) for a, b in zip(ones, others)]
+            at = [[losses(name, 9500, 10500) for name in own] for own in names]
+            assert all(abs(a - b) < 0.003 for a, b in zip(*at))
+    agree(said("choosing-alpha.md", "at 0.7 by", "%; longer"), min(later), max(later))
 
 
 def test_gains_of_small_batches():

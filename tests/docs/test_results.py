@@ -171,13 +171,16 @@ def test_records_are_of_what_their_names_say():
     runs = sorted(path.parent for path in RECORDS.glob("**/metrics.jsonl"))
     for run in runs:
         settings, name = read_flat(run / "config.yaml"), run.name
-        said = dict(re.findall(r"(alpha|anneal|seed|lr|zero|blocks)-(True|False|[\de.-]+\d|\d)", name))
+        said = dict(re.findall(r"(alpha|anneal|until|seed|lr|zero|blocks)-(True|False|[\de.-]+\d|\d)", name))
         own = {
-            "alpha": settings["alpha_min"], "anneal": settings["alpha_min"], "seed": settings["seed"],
-            "lr": settings["lr"], "zero": settings.get("zero_init"), "blocks": sum(settings.get("stages") or ()),
+            "alpha": settings["alpha_min"], "anneal": settings["alpha_min"], "until": settings["until"],
+            "seed": settings["seed"], "lr": settings["lr"], "zero": settings.get("zero_init"),
+            "blocks": sum(settings.get("stages") or ()),
         }  # fmt: skip
         for key, value in said.items():
             assert own[key] == (value == "True" if key == "zero" else float(value)), (name, key)
+        assert ("anneal" in name) == (settings["anneal"] > 0), name
+        assert name.startswith("constant") == (settings["schedule"] == "constant"), name
         if name.startswith("tiny-imagenet-22k"):
             assert settings["zero_init"] == ("xavier" not in name), name
             assert (settings["steps"], settings["batch_size"]) == (21875, 256), name
