@@ -18,6 +18,7 @@ from .sweep_options import (
     score_options,
     settings_of,
     split,
+    told_baseline,
     tune_of,
 )
 
@@ -28,7 +29,7 @@ Run a recipe once for every combination of the values given, evaluate each, and 
 and one page. Any setting of the command may be swept by giving it several values; with one value it holds for all
 runs. Settings that are lists themselves are swept with commas: --stages 2,2,2,2 2,2,6,2. Runs are processes of their
 own: one that fails is listed and the others go on. The same command continues a sweep that was stopped, and adds
-values, settings or seeds to one that is finished.
+values, settings or seeds to one that is finished; calls with the same --out make one table of all their runs.
 
 The command is what the recipe says, and pretrain without one. finetune takes a run, a checkpoint or the name of a
 network, as in residua finetune.
@@ -53,6 +54,7 @@ On a Ray cluster (pip install 'residua[ray]'; folder and images where all its ma
   residua sweep mae-tiny-imagenet --alpha-min 1.0 0.8 0.7 --seeds 3 --jobs 2 --baseline alpha_min=1.0
   residua sweep mae-tiny-imagenet --alpha-min 1.0 0.7 --baseline alpha_min=1.0 --tune lr=1.5e-4,3e-4,6e-4 --seeds 3
   residua sweep --data folder:my_photos --alpha-min 1.0 0.8 --anneal 0 0.5
+  residua sweep mae-tiny-imagenet --alpha-min 0.7 --until None 0.75 --seeds 3 --baseline alpha_min=1.0 until=None
   residua sweep uvit-cifar100 --alpha-min 1.0 0.7 --seeds 3 --score 10000 --on ray --gpus-per-run 0.5
   residua sweep finetune resnet18 --data cifar10 --alpha-min 1.0 0.7 --stages 2,2,2,2 2,2,6,2 --seeds 3
 """
@@ -98,7 +100,7 @@ def _sweep(folder: Path, kind: Any, base: str, given: Mapping[str, list[str]], o
         grid["seed"] = [str(seed) for seed in range(count_of("seeds", own["seeds"]))]
     if not grid:
         raise ValueError("nothing is swept: give a setting several values, as in --alpha-min 1.0 0.9, or --seeds 3")
-    baseline = baseline_of(own["baseline"], grid)
+    baseline = baseline_of(own["baseline"])
     name, values = (
         tune_of(own["tune"], kind, {*grid, *given}, {*grid} - {"seed", *baseline}) if own["tune"] else ("", [])
     )
@@ -108,10 +110,16 @@ def _sweep(folder: Path, kind: Any, base: str, given: Mapping[str, list[str]], o
     } | {"kind": kind}
     options["evaluate"] = evaluate_options(after, given) if kind == "diffuse" else []
     options["score"] = score_options(own["score"], kind, given) if own["score"] is not None else []
-    start, check = _start(own), _open_data if own["on"] is None else (lambda plan: None)
+    start = _start(own)
+
+    def check(plan: engine.Sweep) -> None:
+        told_baseline(baseline, plan)
+        if own["on"] is None:
+            _open_data(plan)
+
     args = ([base] if base else []) + fixed
     if name:
-        engine.checked(folder, args, {**grid, name: values}, **options)
+        baseline = told_baseline(baseline, engine.checked(folder, args, {**grid, name: values}, **options)[0])
         seeds = {"seed": grid["seed"]} if "seed" in grid else {}
         cell = {key: [value] for key, value in baseline.items()}
         plan = engine.plan(folder, args, {**cell, name: values, **seeds}, check=check, **options)
@@ -119,7 +127,7 @@ def _sweep(folder: Path, kind: Any, base: str, given: Mapping[str, list[str]], o
         grid[name] = [_best(plan, name, values)]
     plan = engine.plan(folder, args, grid, check=check, **options)
     _carry_out(plan, start)
-    _conclude(plan, baseline, own["open"] is not None)
+    _conclude(plan, told_baseline(baseline, plan), own["open"] is not None)
 
 
 def _open_data(plan: Any) -> None:

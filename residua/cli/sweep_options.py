@@ -6,9 +6,12 @@ import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import TYPE_CHECKING, get_args, get_origin
 
 from residua.recipes.arguments import config_of, existing
+
+if TYPE_CHECKING:
+    from residua.recipes.sweep import Sweep
 
 
 def parse(args: Sequence[str]) -> tuple[str, str, dict[str, list[str]]]:
@@ -115,23 +118,26 @@ def settings_of(kind: str) -> dict[str, str]:
     return found
 
 
-def baseline_of(given: list[str] | None, grid: Mapping[str, list[str]]) -> dict[str, str]:
-    """Settings of the runs that the others are compared with."""
-    from residua.recipes.trial import same_value
-
-    if given is None:
-        return {}
+def baseline_of(given: list[str] | None) -> dict[str, str]:
+    """Settings of the runs that the others are compared with, as typed."""
     found = {}
-    for text in given:
-        name, _, value = text.replace("-", "_", text.partition("=")[0].count("-")).partition("=")
-        own = [v for v in grid.get(name, []) if name != "seed" and same_value(v, value)]
-        if not own:
-            swept = ", ".join(f"{k}={v}" for k, values in grid.items() if k != "seed" for v in values) or "none"
-            raise ValueError(f"--baseline {text} is none of the settings that are swept: {swept}")
-        found[name] = own[0]
-    if not found:
+    for text in given or []:
+        name, _, value = text.partition("=")
+        found[name.replace("-", "_")] = value
+    if given is not None and not found:
         raise ValueError("--baseline needs a setting that is swept, as in --baseline alpha_min=1.0")
     return found
+
+
+def told_baseline(baseline: Mapping[str, str], plan: Sweep) -> dict[str, str]:
+    """The same as the runs have it, of this call or earlier ones; raises where none has."""
+    found = {name: plan.told(name, text) for name, text in baseline.items() if name != "seed"}
+    for name, text in baseline.items():
+        if found.get(name) is None:
+            swept = dict.fromkeys(f"{key}={value}" for trial in plan.trials for key, value in trial.group)
+            told = ", ".join(swept) or "none"
+            raise ValueError(f"--baseline {name}={text} is none of the settings that are swept: {told}")
+    return {name: text for name, text in found.items() if text is not None}
 
 
 def tune_of(given: list[str], kind: str, taken: Collection[str], free: Collection[str]) -> tuple[str, list[str]]:

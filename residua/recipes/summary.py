@@ -176,13 +176,8 @@ def summarise(sweep: Sweep, baseline: Mapping[str, str] | None = None) -> list[S
             found.append(Summary(dict(group), name, unit, *interval, by_seed, images, made=apart))
     blind = LOSS if sweep.kind == "pretrain" else ""  # the loss of pretraining does not tell which features are good
     found = [replace(s, rank=_rank(s, found)) if s.score != blind else s for s in found]
-    return compare(found, _as_told(sweep, baseline)) if baseline else found
-
-
-def _as_told(sweep: Sweep, settings: Mapping[str, str]) -> dict[str, str]:
-    """Settings as the trials have them, however they were typed."""
-    told = {(name, sweep.meaning(name, text)): text for t in sweep.trials for name, text in t.settings.items()}
-    return {name: told.get((name, sweep.meaning(name, text)), text) for name, text in settings.items()}
+    told = {name: sweep.told(name, text) or text for name, text in (baseline or {}).items()}
+    return compare(found, told) if told else found
 
 
 def _results(sweep: Sweep) -> dict[str, _Result]:

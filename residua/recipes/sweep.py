@@ -104,6 +104,11 @@ class Sweep:
         """A setting as typed, the same for all ways to type it."""
         return text_of(value_of(self.kind, name, *(text.split(",") if name in self.lists else [text])))
 
+    def told(self, name: str, text: str) -> str | None:
+        """A setting as the trials have it, however it was typed; None where none has it."""
+        own = (trial.settings[name] for trial in self.trials if name in trial.settings)
+        return next((value for value in own if self.meaning(name, value) == self.meaning(name, text)), None)
+
     def save(self) -> None:
         content = asdict(self)
         del content["folder"]
@@ -128,9 +133,8 @@ def plan(
     until it ends or releases its lock.
     """
     sweep, config = checked(folder, fixed, grid, **options)
-    folder.mkdir(parents=True, exist_ok=True)
-    if not claim(folder / LOCK):
-        raise ValueError(f"{folder} is being swept by another process: wait for it, or choose another --out")
+    if folder.exists():  # and another process may be about to write in it
+        _claim(folder)
     before = _stored(folder) or replace(sweep, trials=[])
     names = [name for trial in [*before.trials, *sweep.trials] for name in trial.settings]
     swept = [*dict.fromkeys(name for name in names if name != "seed"), "seed"]
@@ -143,8 +147,15 @@ def plan(
     for trial in sweep.trials:
         trial.status, trial.error = "done" if sweep.done(trial) else trial.status, ""
     check(sweep)
+    _claim(folder)
     sweep.save()
     return sweep
+
+
+def _claim(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not claim(folder / LOCK):
+        raise ValueError(f"{folder} is being swept by another process: wait for it, or choose another --out")
 
 
 def checked(folder: Path, fixed: Sequence[str], grid: Mapping[str, Sequence[str]], **options: Any) -> tuple[Sweep, Any]:

@@ -48,6 +48,22 @@ def test_the_command_compares_with_a_baseline(tmp_path: Path, pretend, capsys: p
     assert "-3.0 ± 6.6" in page
 
 
+def test_a_baseline_of_an_earlier_call(tmp_path: Path, pretend, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--seeds", "2", "--out", str(tmp_path / "sweep")]
+    assert cli.main(["sweep", "--alpha-min", "1.0", "0.5", *out]) == 0
+    later = ["sweep", "--alpha-min", "0.5", "--until", "None", "0.75", *out, "--baseline"]
+    assert cli.main([*later, "alpha_min=1", "until=0.5"]) == 2
+    swept = "alpha_min=0.5, until=None, until=0.75, alpha_min=1.0"
+    assert f"--baseline until=0.5 is none of the settings that are swept: {swept}" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert cli.main([*later, "alpha_min=1", "until=None"]) == 0
+    assert "difference to alpha_min 1.0, until None" in " ".join(capsys.readouterr().out.split())
+    rows = json.loads((tmp_path / "sweep" / "summary.json").read_text())
+    compared = {tuple(row["settings"].values()) for row in rows if "difference" in row}
+    assert compared == {("0.5", "0.75"), ("0.5", "None")}
+
+
 def test_of_one_seed_no_interval_is_spoken_of(tmp_path: Path, pretend, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["sweep", "--alpha-min", "1.0", "0.5", "--baseline", "alpha_min=1.0", "--out", str(tmp_path / "sweep")]
     assert cli.main(args) == 0
@@ -117,6 +133,14 @@ def test_a_diffusion_model_is_trained_and_probed(tmp_path: Path, capsys: pytest.
         (["uvit-shapes", "--seeds", "2", "--score", "10", "--fid-extractor", "nowhere"], "no extractor 'nowhere'"),
         (["uvit-shapes", "--seeds", "2", "--probe", "mae"], "lbfgs, simple and cached"),
         (["--alpha-min", "1.0", "0.9", "--baseline", "lr=1"], "none of the settings that are swept: alpha_min=1.0"),
+        (
+            ["--alpha-min", "1.0", "0.9", "--baseline", "alpha_min=0.5"],
+            "--baseline alpha_min=0.5 is none of the settings",
+        ),
+        (["--alpha-min", "1.0", "0.9", "--baseline", "alpha_min"], "--baseline alpha_min= is none of the settings"),
+        (["--alpha-min", "1.0", "0.9", "--seeds", "2", "--baseline", "seed=1"], "--baseline seed=1 is none of"),
+        (["--alpha-min", "1", "0.9", "--baseline", "alpha_min=0.5", "--tune", "lr=1,2"], "alpha_min=0.5 is none of"),
+        (["--alpha-min", "1.0", "0.9", "--baseline"], "--baseline needs a setting"),
         (["--alpha-min", "1.0", "0.9", "--tune", "lr=1e-3,2e-3"], "give --baseline a value of alpha_min too"),
         (["--seeds", "2", "--tune", "lr=1e-3"], "numbers to try"),
         (["--seeds", "2", "--tune", "lr=1e-3,fast"], "numbers to try"),
