@@ -58,6 +58,13 @@ RUNS = {
         "alpha_min 0.8": "tiny-imagenet-batch-64-alpha-0.8-lr-1.5e-4-seed-0",
         "alpha_min 0.7": "tiny-imagenet-batch-64-alpha-0.7-lr-1.5e-4-seed-0",
     },
+    "cifar100-1200-steps": {
+        "alpha_min 1.0": "cifar100-1200-steps/alpha-1.0-zero-False-seed-*",
+        "alpha_min 0.7": "cifar100-1200-steps/alpha-0.7-zero-False-seed-*",
+        "0.7, annealed": "cifar100-1200-steps/alpha-0.7-annealed-seed-*",
+        "0.7, until 0.75": "cifar100-1200-steps/alpha-0.7-until-0.75-seed-*",
+        "constant 0.846": "cifar100-1200-steps/constant-0.846-seed-*",
+    },
     "cifar100-diffusion": {
         "alpha_min 1.0": "cifar100-diffusion-8k-alpha-1.0-seed-0",
         "alpha_min 0.7": "cifar100-diffusion-8k-alpha-0.7-seed-0",
@@ -83,6 +90,7 @@ ALONG = {
     "tiny-imagenet-50k": GAINS,
     "tiny-imagenet-86k": GAINS,
     "tiny-imagenet-batch-64": GAINS,
+    "cifar100-1200-steps": {"loss": "training loss"},
     "cifar100-diffusion": {"loss": "training loss"},
     "cifar100-diffusion-seed-1": {"loss": "training loss", "eval/fid": "FID (2,500 samples)"},
 }

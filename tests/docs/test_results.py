@@ -234,10 +234,10 @@ def test_resnets():
             )
 
 
-def full_width(alpha: str, key: str) -> list[float]:
+def full_width(alpha: str, key: str, record: str = "cifar-resnet18") -> list[float]:
     """One a seed."""
-    runs = sorted(RECORDS.glob(f"cifar-resnet18/alpha-{alpha}-seed-*"))
-    return [read(f"cifar-resnet18/{run.name}/finetune.json")[key] for run in runs]
+    runs = sorted(RECORDS.glob(f"{record}/alpha-{alpha}-seed-*"))
+    return [read(f"{record}/{run.name}/finetune.json")[key] for run in runs]
 
 
 def test_resnets_of_full_width():
@@ -262,6 +262,21 @@ def test_resnets_of_full_width():
     assert 1.8 < difference(*wide)[0] / difference(*narrow)[0] < 2.2  # "by twice as much"
 
 
+def test_resnets_on_cifar10():
+    for (_, *cells, apart), key in zip(table("results.md", "| ResNet-18 on CIFAR-10"), ("accuracy", "entropy_rank")):
+        pair = [full_width(alpha, key, "cifar10-resnet18") for alpha in ("1.0", "0.7")]
+        for cell, values in zip(cells, pair, strict=True):
+            assert len(values) == 8
+            agree(cell, *values)
+        agree(apart, *difference(*pair))
+    plain, faded = (full_width(alpha, "accuracy", "cifar10-resnet18") for alpha in ("1.0", "0.7"))
+    assert sum(y > x for x, y in zip(plain, faded)) == 4
+    mean, half = difference(plain, faded)
+    assert mean + half < 0.8  # the paper's gain
+    plain, faded = (full_width(alpha, "entropy_rank", "cifar10-resnet18") for alpha in ("1.0", "0.7"))
+    assert all(y < x for x, y in zip(plain, faded))
+
+
 def test_papers_tables():
     """Of what stands beside the paper's numbers, ours."""
     rows = [row for row in table("results.md", "| of the paper | its numbers") if row[2]]
@@ -283,5 +298,10 @@ def test_papers_tables():
     agree(ours["table 4"], *fids, *(read(f"{run}/evaluation.json")["probes"]["model"]["accuracy"] for run in diffusion))
     found = [resnets(alpha, blocks) for blocks in (8, 16) for alpha in ("1.0", "0.7")]
     narrow = (fmean(run[key] for run in own) for key in ("accuracy", "entropy_rank") for own in found)
-    full = (fmean(full_width(alpha, key)) for key in ("accuracy", "entropy_rank") for alpha in ("1.0", "0.7"))
+    full = (
+        fmean(full_width(alpha, key, record))
+        for record in ("cifar-resnet18", "cifar10-resnet18")
+        for key in ("accuracy", "entropy_rank")
+        for alpha in ("1.0", "0.7")
+    )
     agree(ours["figure 4"], *narrow, *full)
