@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -79,17 +79,50 @@ class Foreign(nn.Module):
         images = images.to(next(self.model.parameters()).dtype)
         if images.shape[1] == 1 and self.in_chans > 1:
             images = images.expand(-1, self.in_chans, -1, -1)
+
+        def seen(layer: int, x: Tensor) -> None:
+            if tap is not None:
+                tap(f"blocks.{layer}.mlp", self._tokens(layer, x))
+
+        return self._tokens(self.depth - 1, self._streams(images, seen))
+
+    def _streams(self, images: Tensor, seen: Callable[[int, Tensor], None]) -> Tensor:
+        """The last layer as the model shapes it; `seen` is given what every block makes."""
         numbers = {at.name: i for i, at in enumerate(self.located)}
         last: list[Tensor] = []
 
-        def seen(name: str, x: Tensor) -> None:
+        def block(name: str, x: Tensor) -> None:
             last[:] = [x]
-            if tap is not None:
-                tap(f"blocks.{numbers[name]}.mlp", as_tokens(x, self.channels[numbers[name]], self.channels_last))
+            seen(numbers[name], x)
 
-        with tapped(self.model, seen, self.located):
+        with tapped(self.model, block, self.located):
             out = _run(self.model, images)
-        return as_tokens(last[0] if out is None else out, self.channels[-1], self.channels_last)
+        return last[0] if out is None else out
+
+    def _tokens(self, layer: int, x: Tensor) -> Tensor:
+        return as_tokens(x, self.channels[layer], self.channels_last)
+
+    @torch.no_grad()
+    def grid(self, layer: int, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of what a layer holds of an image of this size, its tokens being row after row of them."""
+        name, weight = type(self.model).__name__, next(self.model.parameters())
+        if any(hasattr(module, "reroll") for module in self.model.modules()):
+            raise ValueError(
+                f"{name} does not keep its tokens in the order of the image: they cannot be laid out as one"
+            )
+        found: dict[int, Tensor] = {}
+        images = torch.zeros(1, self.in_chans, *img_size, device=weight.device, dtype=weight.dtype)
+        with evaluating(self.model):
+            last = self._streams(images, found.__setitem__)
+        x = last if layer == self.depth - 1 else found[layer]
+        if x.ndim == 4 and len(x) == 1:
+            return tuple(x.shape[1:3] if ends_in_channels(x, self.channels[layer], self.channels_last) else x.shape[2:])  # type: ignore[return-value]
+        prefix = self.num_prefix_tokens if layer == self.depth - 1 else self.inner_prefix_tokens
+        count = self._tokens(layer, x).shape[1] - prefix
+        rows, columns = _grid_of(self.model, count, img_size)
+        if len(x) != 1 or rows * columns != count:
+            raise ValueError(f"layer {layer} of {name} is no grid over the image ({tuple(x.shape)}): choose another")
+        return rows, columns
 
     def forward(self, images: Tensor) -> Tensor:
         return self.forward_features(images)
@@ -132,9 +165,26 @@ def as_tokens(x: Tensor, widths: Set[int] = frozenset(), channels_last: bool = F
         return x.unsqueeze(1)
     if x.ndim != 4:
         return x
+    return x.flatten(1, 2) if ends_in_channels(x, widths, channels_last) else x.flatten(2).transpose(1, 2)
+
+
+def ends_in_channels(x: Tensor, widths: Set[int], channels_last: bool) -> bool:
+    """Whether a map is (B, H, W, C), not (B, C, H, W)."""
     ends = [n in widths for n in (x.shape[1], x.shape[-1])]
-    last = ends[1] if ends[0] != ends[1] else channels_last
-    return x.flatten(1, 2) if last else x.flatten(2).transpose(1, 2)
+    return ends[1] if ends[0] != ends[1] else channels_last
+
+
+def _grid_of(model: Any, count: int, img_size: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of so many tokens: by the patches that the model tells of, or of the image's shape."""
+    height, width = img_size
+    for part in (getattr(model, "patch_embed", None), getattr(_body(model), "config", None), model):
+        side = getattr(part, "patch_size", None)
+        if isinstance(side, int | tuple | list):
+            high, wide = (side, side) if isinstance(side, int) else side
+            if (height // high) * (width // wide) == count:
+                return height // high, width // wide
+    rows = round(math.sqrt(count * height / width))
+    return rows, round(rows * width / height)
 
 
 def _run(model: Any, images: Tensor) -> Tensor | None:

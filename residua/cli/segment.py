@@ -9,7 +9,7 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import bad_images, console, data_of, device_of, img_size, note, out_file, say, writable
+from .console import bad_images, console, data_of, device_of, img_size, note, open_any, out_file, say, writable
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,10 @@ class SegmentOptions:
     """Segmentation without labels: patches of all images clustered by their features, scored against masks."""
 
     model: Positional[str]
-    """A run, a checkpoint, or published MAE weights."""
+    """A run, a checkpoint, published MAE weights, or a model by name: timm:NAME, torchvision:NAME,
+    transformers:FOLDER."""
+    weights: str | None = None
+    """Of a model by name: a file of weights instead of the published ones, or random."""
     data: str | None = None
     """Source of images; default: what the run was trained on."""
     masks: str | None = None
@@ -59,7 +62,8 @@ def segment(args: list[str]) -> None:
     from residua.evaluate import segment
 
     o = tyro.cli(SegmentOptions, args=args, prog="residua segment")
-    model = residua.load(o.model)
+    size = img_size(o.img_size)
+    model = open_any(o.model, o.weights, size)
     data, run = o.data or data_of(o.model), Path(o.model).expanduser()
     where = run / "segmentation.json" if (run / "checkpoints").is_dir() else None
     where = out_file(o.out, "segmentation.json") if o.out else where and writable(where)
@@ -68,7 +72,7 @@ def segment(args: list[str]) -> None:
     splits = residua.data.load(data)
     result = segment(
         model, splits, masks=o.masks, split=o.split, layer=o.layer, max_images=o.max_images,
-        img_size=img_size(o.img_size), ignore_index=None if o.ignore_index < 0 else o.ignore_index,
+        img_size=size, ignore_index=None if o.ignore_index < 0 else o.ignore_index,
         count_absent=o.count_absent, seed=o.seed, baselines=o.baselines, batch_size=o.batch_size,
         intra=o.intra, inter=o.inter, device=device_of(o.device),
         on_bad_image=o.on_bad_image or bad_images(o.model, data),

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
@@ -38,6 +39,33 @@ _AHEAD = 2  # batches on their way to the host while the next is computed
 _MIN_TO_RECORD = 16  # batches that repay recording the work on one
 
 
+def prefix_of(encoder: ViT | Foreign, layer: int) -> int:
+    """Tokens of a layer before those of its patches."""
+    last = encoder.num_prefix_tokens
+    return last if layer == encoder.depth - 1 else getattr(encoder, "inner_prefix_tokens", last)
+
+
+def read_layers(
+    encoder: ViT | Foreign, images: Tensor, layers: Sequence[int], take: Callable[[int, Tensor], None]
+) -> None:
+    """Run an encoder and hand over the tokens (B, T, D) of some layers, the last one after the final norm."""
+    last = encoder.depth - 1
+    inner = {f"blocks.{i}.mlp": i for i in layers if i != last}
+
+    def tap(name: str, stream: Tensor) -> None:
+        if name in inner:
+            if len(stream) != len(images):
+                raise ValueError(
+                    f"layer {inner[name]} gives {len(stream)} pieces of {len(images)} images (windows or the like) "
+                    "and cannot be read image by image: choose other layers"
+                )
+            take(inner[name], stream)
+
+    tokens = encoder.forward_features(images, tap=tap)
+    if last in layers:
+        take(last, tokens)
+
+
 @dataclass(frozen=True)
 class EncoderReader:
     """Pooled tokens of some layers of an encoder: keyed by layer, or by `Column` where read-outs come in a tuple."""
@@ -51,15 +79,10 @@ class EncoderReader:
             return
         if not self.encoder.num_prefix_tokens:
             raise ValueError("the model has no class token: read tokens or patches instead")
-        if not all(map(self._prefix, self.layers)):
+        if not all(prefix_of(self.encoder, layer) for layer in self.layers):
             raise ValueError(
                 "the model's class token joins after its blocks: read cls of the last layer alone, or tokens or patches"
             )
-
-    def _prefix(self, layer: int) -> int:
-        """Tokens of a layer before those of its patches."""
-        last = self.encoder.num_prefix_tokens
-        return last if layer == self.encoder.depth - 1 else getattr(self.encoder, "inner_prefix_tokens", last)
 
     @property
     def columns(self) -> list[Column]:
@@ -67,30 +90,16 @@ class EncoderReader:
         return [(readout, i) for readout in readouts for i in self.layers]
 
     def __call__(self, images: Tensor) -> dict[Any, Tensor]:
-        last = self.encoder.depth - 1
-        inner = {f"blocks.{i}.mlp": i for i in self.layers if i != last}
         out: dict[Any, Tensor] = {}
-
-        def tap(name: str, stream: Tensor) -> None:
-            if name in inner:
-                if len(stream) != len(images):
-                    raise ValueError(
-                        f"layer {inner[name]} gives {len(stream)} pieces of {len(images)} images (windows or the like) "
-                        "and cannot be read image by image: choose other layers"
-                    )
-                self._pool(out, inner[name], stream)
-
-        tokens = self.encoder.forward_features(images, tap=tap)
-        if last in self.layers:
-            self._pool(out, last, tokens)
+        read_layers(self.encoder, images, self.layers, partial(self._pool, out))
         return out
 
     def _pool(self, out: dict[Any, Tensor], layer: int, tokens: Tensor) -> None:
         if isinstance(self.readout, str):
-            out[layer] = pool(tokens, self.readout, self._prefix(layer))
+            out[layer] = pool(tokens, self.readout, prefix_of(self.encoder, layer))
             return
         for readout in self.readout:
-            out[readout, layer] = pool(tokens, readout, self._prefix(layer))
+            out[readout, layer] = pool(tokens, readout, prefix_of(self.encoder, layer))
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,22 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import KMeans
 from torch import Tensor, nn
 
+from residua.adapt import Foreign, encoder_of
 from residua.data import DataError, Source, Splits, load
 from residua.data.augment import center_boxes
 from residua.data.feed import OnBadImage
 from residua.data.masks import COLOR, with_masks
 from residua.data.source import threaded
-from residua.nn import ViT, encoder_of
-from residua.nn.vit import patch_grid, patchify
+from residua.nn import ViT
+from residua.nn.vit import patch_grid
 
 from .features import ImgSize, pick_split, preprocessing_of
-from .reading import View, collect_all, frozen, open_feed, resolve_layers
+from .reading import View, collect_all, frozen, open_feed, prefix_of, read_layers, resolve_layers
 from .report import MODEL, RANDOM
 from .segmentation import Segmentation, SegmentScore, enlarge
 from .spectral import spectral_embedding
@@ -80,11 +82,11 @@ def segment(
     truth, names, absent = read_truth(source, view, ignore_index)
     readers: dict[str, Callable[[Tensor], Tensor]] = {MODEL: PatchReader(encoder, block)}
     with frozen(model, device) as where:
+        grid = _grid(encoder, block, view.preprocessing.img_size)
         if baselines:
             readers[RANDOM] = PatchReader(untrained(encoder, seed).to(where), block)
-            readers[COLORS] = ColorReader(encoder.patch_size)
+            readers[COLORS] = ColorReader(grid)
         features = _read(source, readers, view, where)
-    grid = patch_grid(view.preprocessing.img_size, encoder.patch_size)
     scores: dict[str, SegmentScore] = {}
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for name, x in features.items():
@@ -207,31 +209,31 @@ def read_truth(source: Source, view: View, ignore_index: int | None) -> tuple[li
 class PatchReader:
     """Patch tokens (B, P, D) after one block; after the final norm where that block is the last."""
 
-    encoder: ViT
+    encoder: ViT | Foreign
     block: int
 
     def __call__(self, images: Tensor) -> Tensor:
-        taken: dict[str, Tensor] = {}
-        name = f"blocks.{self.block}.mlp"
-
-        def tap(step: str, stream: Tensor) -> None:
-            if step == name:
-                taken[name] = stream
-
-        tokens = self.encoder.forward_features(images, tap=tap)
-        tokens = tokens if self.block == self.encoder.depth - 1 else taken[name]
-        return tokens[:, self.encoder.num_prefix_tokens :].float()
+        taken: dict[int, Tensor] = {}
+        read_layers(self.encoder, images, [self.block], taken.__setitem__)
+        return taken[self.block][:, prefix_of(self.encoder, self.block) :].float()
 
 
 @dataclass(frozen=True)
 class ColorReader:
     """Mean normalised colour of each patch with a 1 beside it (B, P, C + 1): brightness too has a direction."""
 
-    patch_size: tuple[int, int]
+    grid: tuple[int, int]
 
     def __call__(self, images: Tensor) -> Tensor:
-        color = patchify(images, self.patch_size).unflatten(2, (-1, images.shape[1])).mean(2)
+        color = F.adaptive_avg_pool2d(images, self.grid).flatten(2).transpose(1, 2)
         return torch.cat([color, torch.ones_like(color[..., :1])], 2)
+
+
+def _grid(encoder: ViT | Foreign, block: int, img_size: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of the patches after a block."""
+    if isinstance(encoder, Foreign):
+        return encoder.grid(block, img_size)
+    return patch_grid(img_size, encoder.patch_size)
 
 
 def _pick(

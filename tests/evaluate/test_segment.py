@@ -310,7 +310,7 @@ def test_absent_classes(vit: ViT) -> None:
 
 def test_grey_images_have_brightness() -> None:
     bright = torch.tensor([-1.0, -0.9, 0.9, 1.0]).view(1, 1, 1, 4).expand(2, 1, 2, 4)
-    colors = torch.nn.functional.normalize(ColorReader((2, 1))(bright)[0], dim=1)
+    colors = torch.nn.functional.normalize(ColorReader((1, 4))(bright)[0], dim=1)
     assert colors[0] @ colors[1] > 0.99 > colors[0] @ colors[2]
 
 
