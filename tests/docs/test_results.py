@@ -277,6 +277,31 @@ def test_resnets_on_cifar10():
     assert all(y < x for x, y in zip(plain, faded))
 
 
+def test_resnets_of_16_blocks_on_cifar10():
+    def last_epoch(run) -> float:
+        return fmean(row["loss"] for row in read_metrics(run) if "loss" in row and row["step"] > 782 - 39)
+
+    deep, longer = "cifar10-resnet18-16-blocks", "cifar10-resnet18-16-blocks-40-epochs"
+    measured = [
+        *([full_width(alpha, key, deep) for alpha in ("1.0", "0.7")] for key in ("accuracy", "entropy_rank")),
+        [[last_epoch(run) for run in sorted((RECORDS / deep).glob(f"alpha-{a}-*"))] for a in ("1.0", "0.7")],
+        *([full_width(alpha, key, longer) for alpha in ("1.0", "0.7")] for key in ("accuracy", "entropy_rank")),
+    ]
+    rows = table("results.md", "| ResNet of 16 blocks on CIFAR-10")
+    for (_, *cells, apart), pair in zip(rows, measured, strict=True):
+        for cell, values in zip(cells, pair, strict=True):
+            agree(cell, *values)
+        agree(apart, *(difference(*pair) if len(pair[0]) == 3 else [pair[1][0] - pair[0][0]]))
+    for key in ("accuracy", "entropy_rank"):  # "and there accuracy falls too", in every seed
+        plain, faded = (full_width(alpha, key, deep) for alpha in ("1.0", "0.7"))
+        assert all(y < x for x, y in zip(plain, faded, strict=True))
+    page = (RECORDS.parent / "results.md").read_text().replace("\n", " ")
+    shallow, plain = (fmean(full_width("1.0", "entropy_rank", name)) for name in ("cifar10-resnet18", deep))
+    assert f"({shallow:.2f} with 8 blocks, {plain:.2f} here)" in page
+    lost = [full_width("1.0", "accuracy", name)[0] - full_width("0.7", "accuracy", name)[0] for name in (longer, deep)]
+    assert "{:.2f} points of {:.2f} are still missing".format(*lost) in page
+
+
 def test_papers_tables():
     """Of what stands beside the paper's numbers, ours."""
     rows = [row for row in table("results.md", "| of the paper | its numbers") if row[2]]
@@ -300,7 +325,7 @@ def test_papers_tables():
     narrow = (fmean(run[key] for run in own) for key in ("accuracy", "entropy_rank") for own in found)
     full = (
         fmean(full_width(alpha, key, record))
-        for record in ("cifar-resnet18", "cifar10-resnet18")
+        for record in ("cifar-resnet18", "cifar10-resnet18", "cifar10-resnet18-16-blocks")
         for key in ("accuracy", "entropy_rank")
         for alpha in ("1.0", "0.7")
     )
