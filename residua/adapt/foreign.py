@@ -115,12 +115,12 @@ class Foreign(nn.Module):
         with evaluating(self.model):
             last = self._streams(images, found.__setitem__)
         x = last if layer == self.depth - 1 else found[layer]
-        if x.ndim == 4 and len(x) == 1:
-            return tuple(x.shape[1:3] if ends_in_channels(x, self.channels[layer], self.channels_last) else x.shape[2:])  # type: ignore[return-value]
         prefix = self.num_prefix_tokens if layer == self.depth - 1 else self.inner_prefix_tokens
         count = self._tokens(layer, x).shape[1] - prefix
-        rows, columns = _grid_of(self.model, count, img_size)
-        if len(x) != 1 or rows * columns != count:
+        last_channels = x.ndim == 4 and ends_in_channels(x, self.channels[layer], self.channels_last)
+        shape = x.shape[1:3] if last_channels else x.shape[2:]
+        rows, columns = shape if x.ndim == 4 else _grid_of(self.model, count, img_size)
+        if len(x) != 1 or count < 2 or rows * columns != count:
             raise ValueError(f"layer {layer} of {name} is no grid over the image ({tuple(x.shape)}): choose another")
         return rows, columns
 

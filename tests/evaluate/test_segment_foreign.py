@@ -70,6 +70,8 @@ def test_patches_of_another_shape_are_laid_out_as_the_model_tells() -> None:
     torch.testing.assert_close(PatchReader(known, 0)(images), color[..., :3])
     with pytest.raises(ValueError, match=r"layer 1 of Rows is no grid over the image \(\(1, 15, 3\)\): choose another"):
         Foreign(Rows()).grid(1, (40, 96))
+    with pytest.raises(ValueError, match=r"layer 0 of Rows is no grid over the image \(\(1, 1, 3\)\): choose another"):
+        Foreign(Rows()).grid(0, (8, 32))
 
 
 @pytest.mark.parametrize(
