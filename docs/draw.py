@@ -48,6 +48,7 @@ RUNS = {
     "tiny-imagenet-50k": {
         "alpha_min 1.0": "tiny-imagenet-50k-xavier-alpha-1.0-seed-*",
         "alpha_min 0.7": "tiny-imagenet-50k-xavier-alpha-0.7-seed-*",
+        "alpha_min 0.6": "tiny-imagenet-50k-xavier-alpha-0.6-seed-*",
     },
     "tiny-imagenet-86k": {
         "alpha_min 1.0": "tiny-imagenet-86k-xavier-alpha-1.0-seed-*",

@@ -67,8 +67,8 @@ RECIPES = {
             {"data": "parquet:tiny-imagenet-100", "size": "small", "img_size": 64, "patch_size": 8, "batch_size": 256,
              "lr": 3e-4, "epochs": 112, "alpha_min": 0.7, "zero_init": False},
             "21.9k steps; 9 minutes on an H200 that three runs share",
-            "three seeds: linear probe 40.7, kNN 27.5 (37.5 and 25.8 at alpha_min 1); with --steps 50000, two seeds: "
-            "46.7 and 33.5 (39.6 and 29.1)",
+            "three seeds: linear probe 40.7, kNN 27.5 (37.5 and 25.8 at alpha_min 1); with --steps 50000: 46.5 and "
+            "33.4 (39.7 and 29.0)",
         ),
         Recipe(
             "mae-imagenet100",

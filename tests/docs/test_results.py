@@ -97,20 +97,35 @@ def test_other_values():
         agree(loss, last_loss(run))
 
 
+LONGER = {
+    "probe": lambda run: (scores(run)[PROBE, LAST],), "best probe": lambda run: best(run, PROBE),
+    "top 5": lambda run: (top5(run),), "kNN": lambda run: (scores(run)[KNN, LAST],),
+    "best kNN": lambda run: best(run, KNN), "rank": lambda run: (scores(run)[RANK, LAST],),
+    "RankMe": lambda run: (scores(run)[RANKME, LAST],), "loss": lambda run: (last_loss(run),),
+}  # fmt: skip
+
+
+def test_runs_of_50000_steps():
+    plain, faded, more = (seeds(f"50k-xavier-alpha-{alpha}") for alpha in ("1.0", "0.7", "0.6"))
+    assert (len(plain), len(faded), len(more)) == (3, 3, 1)
+    rows = table("results.md", "| 50,000 steps | alpha_min 1 | mean |")
+    for (_, ones, one, others, other, gain, stronger), of in zip(rows, LONGER.values(), strict=True):
+        a, b = ([of(run)[0] for run in runs] for runs in (plain, faded))
+        for cell, runs in ((ones, plain), (others, faded), (stronger, more)):
+            agree(cell, *chain.from_iterable(map(of, runs)))
+        agree(one, fmean(a))
+        agree(other, fmean(b))
+        agree(gain, *difference(a, b))
+
+
 def test_longer_runs():
-    runs = [seeds(f"{length}-xavier-alpha-{alpha}") for length in ("50k", "86k") for alpha in ("1.0", "0.7")]
-    runs += [["22k-xavier-plain-decoder-seed-0"], ["22k-xavier-alpha-1.0-seed-0"]]
-    read = [
-        lambda run: (scores(run)[PROBE, LAST],), lambda run: (top5(run),), lambda run: (scores(run)[KNN, LAST],),
-        lambda run: best(run, KNN), lambda run: (scores(run)[RANK, LAST],), lambda run: (scores(run)[RANKME, LAST],),
-        lambda run: (last_loss(run),),
-    ]  # fmt: skip
-    for (_, *cells), of in zip(table("results.md", "| | 50k: alpha_min 1 |"), read, strict=True):
-        gains = [cells.pop(2), cells.pop(4)]
-        for cell, own in zip(cells, runs, strict=True):
-            agree(cell, *chain.from_iterable(map(of, own)))
-        for gain, pair in zip(gains, (runs[:2], runs[2:4])):
-            agree(gain, *difference(*([of(run)[0] for run in own] for own in pair)))
+    names = ("86k-xavier-alpha-1.0", "86k-xavier-alpha-0.7", "22k-xavier-plain-decoder", "22k-xavier-alpha-1.0")
+    runs = [f"{name}-seed-0" for name in names]
+    read = [of for name, of in LONGER.items() if name != "best probe"]
+    for (_, *cells), of in zip(table("results.md", "| | 86k: alpha_min 1 |"), read, strict=True):
+        agree(cells.pop(2), of(runs[1])[0] - of(runs[0])[0])
+        for cell, run in zip(cells, runs, strict=True):
+            agree(cell, *of(run))
 
 
 def test_controls():
@@ -165,6 +180,16 @@ def test_rank_and_probe_along_training():
                 if (length, i) != ("22k", 0):
                     assert all((y < x) == (metric == RANK) for x, y in zip(a, b))  # lower rank, better probe
     assert not list(rows)
+
+
+def test_records_of_weights_name_their_file_and_digest():
+    found = sorted(RECORDS.glob("**/weights.json"))
+    assert len(found) >= 3
+    for file in found:
+        kept = read(str(file.relative_to(RECORDS)))
+        assert kept["file"] == f"{file.parent.name}.safetensors"
+        assert re.fullmatch(r"[0-9a-f]{64}", kept["sha256"])
+        assert re.fullmatch(r"[0-9a-f]{7,40}", kept["commit"])
 
 
 def test_records_are_of_what_their_names_say():
@@ -311,6 +336,7 @@ def test_papers_tables():
         return fmean(scores(own)[metric, LAST] for own in seeds(run))
 
     lengths = [f"{length}-xavier-alpha-{alpha}" for length in ("22k", "50k", "86k") for alpha in ("1.0", "0.7")]
+    lengths[4:4] = ["50k-xavier-alpha-0.6"]
     lengths[2:2] = ["22k-xavier-alpha-0.8", "22k-xavier-alpha-0.6"]
     agree(ours["table 2"], *map(mean, [*lengths, *(f"22k-alpha-{alpha}" for alpha in ("1.0", "0.9", "0.8"))]))
     names = ("control-branch", "control-both", "alpha-0.7-attn-only", "alpha-0.7-mlp-only", "alpha-0.7", "alpha-1.0")
