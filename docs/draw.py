@@ -74,6 +74,10 @@ RUNS = {
         "alpha_min 1.0": "cifar100-diffusion-8k-alpha-1.0-seed-1",
         "alpha_min 0.7": "cifar100-diffusion-8k-alpha-0.7-seed-1",
     },
+    "cifar100-diffusion-24k": {
+        "alpha_min 1.0": "cifar100-diffusion-24k-alpha-1.0-seed-*",
+        "alpha_min 0.7": "cifar100-diffusion-24k-alpha-0.7-seed-*",
+    },
 }
 """Prefix of the figures -> label -> record of the run, or a pattern of its seeds."""
 METRICS = {
@@ -94,6 +98,7 @@ ALONG = {
     "cifar100-1200-steps": {"loss": "training loss"},
     "cifar100-diffusion": {"loss": "training loss"},
     "cifar100-diffusion-seed-1": {"loss": "training loss", "eval/fid": "FID (2,500 samples)"},
+    "cifar100-diffusion-24k": {"loss": "training loss", "eval/fid": "FID (2,500 samples)"},
 }
 """What is drawn along training, from metrics.jsonl."""
 CHOOSING = {

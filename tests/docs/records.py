@@ -96,6 +96,11 @@ def losses(record: str, first: int, last: int) -> float:
     return fmean(r["loss"] for r in read_metrics(RECORDS / record) if "loss" in r and first < r["step"] <= last)
 
 
+def fids_along(record: str) -> dict[int, float]:
+    """Step -> FID."""
+    return {row["step"]: row["eval/fid"] for row in read_metrics(RECORDS / record) if "eval/fid" in row}
+
+
 def points(text: str) -> str:
     """Its numbers that have a point and are no alpha_min with a colon behind it."""
     return " ".join(re.findall(r"(?<![\d.])\d+\.\d+(?![\d:])", text))
