@@ -5,11 +5,13 @@ from itertools import chain
 from statistics import fmean
 
 from residua import recipes
+from residua.train import read_metrics
 
 from .records import (
     KNN,
     LAST,
     PROBE,
+    RECORDS,
     agree,
     along,
     best,
@@ -20,6 +22,7 @@ from .records import (
     said,
     scores,
     seeds,
+    whole,
 )
 
 
@@ -111,3 +114,12 @@ def test_sentences_on_runs_without_zero_initialisation():
     text = said("results.md", "block 9 gains", ", its best")
     ninth = [fmean(scores(run)[metric, 9] for run in plain) for metric in (PROBE, KNN)]
     agree(points(text), *(b - a for base in (ninth, start) for a, b in zip(base, blocks[1])))
+
+
+def test_log_of_runs_that_were_stopped():
+    runs = [f"tiny-imagenet-86k-xavier-alpha-{alpha}-seed-0" for alpha in ("1.0", "0.7")]
+    ends = [read_metrics(RECORDS / run)[-1]["step"] for run in runs]
+    assert whole(said("log.md", "on Tiny-ImageNet, stopped after", "steps for lack of time")) == ends
+    unfinished = {run.parent.name for run in RECORDS.glob("tiny-imagenet-batch-64-*/config.yaml")}
+    unfinished -= {run.parent.name for run in RECORDS.glob("tiny-imagenet-batch-64-*/evaluation.json")}
+    assert len(unfinished) == 3  # "three of the six runs with batches of 64"
