@@ -20,7 +20,7 @@ class InfoOptions:
     data: Positional[str] = "shapes"
     """shapes, digits, cifar10, cifar100, stl10, mnist, fashion-mnist, folder:PATH, parquet:PATH, hf:NAME or
     imagenet:PATH; with ?label=COLUMN and ?image=COLUMN of a parquet file or the Hub, ?classes=N the first N classes,
-    ?train=N that many of the training images."""
+    ?classes=FILE those that a file names, ?train=N that many of the training images."""
 
 
 @dataclass(frozen=True)

@@ -33,5 +33,6 @@ def recipes(args: list[str]) -> None:
             console.print(table)
         return
     recipe = get(o.name)
-    print_nested({"what": recipe.summary, "cost": recipe.cost, "expect": recipe.expect, "settings": recipe.settings})
+    about = {"what": recipe.summary, "cost": recipe.cost, "expect": recipe.expect, "images": recipe.images}
+    print_nested({name: text for name, text in about.items() if text} | {"settings": recipe.settings})
     say(f"\nrun it:  residua {recipe.command} {recipe.name}")

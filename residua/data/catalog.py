@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qsl
@@ -9,8 +11,8 @@ from urllib.parse import parse_qsl
 import numpy as np
 
 from residua.data import arrays, folder, parquet, shapes
-from residua.data.errors import DataError, did_you_mean
-from residua.data.source import Source, Splits
+from residua.data.errors import DataError, did_you_mean, some
+from residua.data.source import Source, Splits, Subset
 
 _WITH_PATH = {"folder": "PATH", "parquet": "PATH", "hf": "NAME", "imagenet": "PATH"}
 _COMMON = ("classes", "train")  # every source has these
@@ -20,6 +22,7 @@ _OPTIONS = {  # beside those
     "hf": ("image", "label", "config", "revision"),
     "stl10": ("unlabeled",),
 }
+_LISTS = Path(__file__).parent / "classes"  # of class names, by their own name
 NAMES = ("shapes", "digits", *(f"{k}:{v}" for k, v in _WITH_PATH.items()), *arrays.TORCHVISION)
 
 
@@ -35,18 +38,20 @@ def load(spec: str, *, seed: int = 0, img_size: int | None = None) -> Splits:
     | `hf:NAME` | the Hugging Face Hub; `?config=`, `?revision=`, `?label=`, `?image=` |
     | `cifar10 cifar100 stl10 mnist fashion-mnist imagenet:PATH` | torchvision's |
 
-    Of any labelled set `?classes=3` keeps the images of the first three classes; of any set `?train=5000` draws that
-    many of the training images, always the same ones, and leaves the test images as they are. `img_size` is the size
-    `shapes` is drawn at unless the spec says; stored images keep theirs.
+    Of any labelled set `?classes=3` keeps the images of the first three classes, `?classes=FILE` those of the classes
+    that a file names, numbered in its order (text, one name a line, or a JSON list), and `?classes=tiny-imagenet-100`
+    those of a list that comes with the package: the first 100 WordNet ids of Tiny-ImageNet. Of any set `?train=5000`
+    draws that many of the training images, always the same ones, and leaves the test images as they are. `img_size` is
+    the size `shapes` is drawn at unless the spec says; stored images keep theirs.
     """
     name, argument, options = _parse(spec)
     count = _integer(spec, "train", options.pop("train")) if "train" in options else None
-    classes = None
+    classes: int | list[str] | None = None
     if "classes" in options and name != "shapes":
-        classes = _integer(spec, "classes", options.pop("classes"))
+        classes = _which_classes(spec, options.pop("classes"))
     splits = _load(spec, name, argument, options, seed, img_size)
     if classes is not None:
-        splits = _first_classes(spec, splits, classes)
+        splits = _of_classes(spec, splits, classes)
     return splits if count is None else _fewer(spec, splits, count)
 
 
@@ -94,21 +99,63 @@ def _parse(spec: str) -> tuple[str, str, dict[str, str]]:
     return name, argument, options
 
 
-def _first_classes(spec: str, splits: Splits, count: int) -> Splits:
-    """The images of classes 0 to count - 1."""
+def _which_classes(spec: str, value: str) -> int | list[str]:
+    """A number of classes, or the names in a file or in a list of the package."""
+    if value.isdecimal():
+        return int(value)
+    lists = {file.stem: file for file in sorted(_LISTS.glob("*.txt"))}
+    file = lists.get(value) or Path(value).expanduser()
+    if not file.is_file():
+        raise DataError(
+            f"data {spec!r}: classes={value!r}, expected a whole number, a file of class names, or {' or '.join(lists)}"
+        )
+    return _names(spec, file)
+
+
+def _names(spec: str, file: Path) -> list[str]:
+    """Class names in a file: one a line, or a JSON list, or the keys of a JSON object."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        found = json.loads(text) if file.suffix == ".json" else [line.strip() for line in text.splitlines()]
+    except (OSError, ValueError) as error:
+        raise DataError(f"data {spec!r}: {file} is not a readable list of class names: {error}") from error
+    if not isinstance(found, list | dict) or not all(isinstance(name, str) for name in found):
+        raise DataError(f'data {spec!r}: {file} holds no list of class names, such as ["n01443537", "n01629819"]')
+    names = [name for name in found if name]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice or not names:
+        raise DataError(f"data {spec!r}: {file} names {f'{some(twice)} more than once' if twice else 'no class'}")
+    return names
+
+
+def _of_classes(spec: str, splits: Splits, chosen: int | list[str]) -> Splits:
+    """The images of the first so many classes, or of those with these names, numbered in their order."""
     train, test = splits.train, splits.test
     if train.labels is None:
         raise DataError(f"data {spec!r}: there are no labels, so there are no classes to choose from")
     most = len(train.classes) if train.classes else int(train.labels.max()) + 1
-    if not 1 <= count <= most:
-        raise DataError(f"data {spec!r}: classes={count}, expected 1 to {most}")
+    number = np.full(most, -1)  # of each class in the new order; -1: left out
+    if isinstance(chosen, int):
+        if not 1 <= chosen <= most:
+            raise DataError(f"data {spec!r}: classes={chosen}, expected 1 to {most}")
+        number[:chosen] = np.arange(chosen)
+        names = train.classes and train.classes[:chosen]
+    else:
+        names, known = chosen, train.classes or []
+        count, at = Counter(known), {name: k for k, name in enumerate(known)}
+        unclear = [name for name in names if count[name] != 1]
+        if unclear:
+            raise DataError(
+                f"data {spec!r}: {len(unclear):,} of the {len(names):,} classes to keep ({some(unclear)}) are not the "
+                f"name of one class; the set's {len(known):,} classes are {some(known)}"
+            )
+        number[[at[name] for name in names]] = np.arange(len(names))
 
     def part(source: Source) -> Source:
         if source.labels is None:
             return source
-        kept = source.subset(np.flatnonzero(source.labels < count))
-        kept.classes = source.classes and source.classes[:count]
-        return kept
+        indices = np.flatnonzero(number[source.labels] >= 0)
+        return Subset(source, indices, number[source.labels[indices]], names)
 
     return Splits(splits.name, part(train), None if test is None else part(test))
 

@@ -16,6 +16,7 @@ from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
 
 TEST_NAMES = ("test", "val", "valid", "validation")
 _HELD_OUT = 0.1
+_ANNOTATIONS = Path("val", "val_annotations.txt")  # of Tiny-ImageNet
 
 
 class FolderSource(EncodedSource):
@@ -62,12 +63,15 @@ def load_folder(path: str) -> Splits:
 
     Folders are classes when every image lies directly in one of at least two of them; so is `train` if it holds
     images itself beside other such folders. A tenth of each class becomes the test split where none is given.
+    Tiny-ImageNet is read as its archive unpacks, too.
     """
     base = Path(path).expanduser()
     if not base.is_dir():
         what = "is a file, not a folder" if base.exists() else "does not exist"
         raise DataError(f"folder:{path}: {base} {what}; give the folder that holds the images")
     name = base.resolve().name
+    if (base / "train").is_dir() and (base / _ANNOTATIONS).is_file():
+        return _load_tiny_imagenet(base, name)
     if (base / "train").is_dir() and not _train_is_class(base):
         return _load_presplit(base, name)
     files = list_images(base)
@@ -149,6 +153,27 @@ def _load_presplit(base: Path, name: str) -> Splits:
     _tell_unlabelled(base, "train/", files)
     _tell_unlabelled(base, f"{part}/", found)
     return Splits(name, train, _source(name, part, base, found, f"{part}/", known, like=train))
+
+
+def _load_tiny_imagenet(base: Path, name: str) -> Splits:
+    """`train/CLASS/images/FILE`, and `val/images/FILE` with the classes in a table; its `test` has no labels."""
+    files = list_images(base / "train")
+    rows = [line.split("\t") for line in (base / _ANNOTATIONS).read_text(encoding="utf-8").splitlines() if line]
+    if not files or not rows or min(map(len, rows)) < 2:
+        raise DataError(f"folder:{base}: expected train/CLASS/images and lines of file and class in {_ANNOTATIONS}")
+    classes = sorted({file.split("/")[0] for file in files})
+    number = {label: k for k, label in enumerate(classes)}
+    labels = {f"val/images/{file}": label for file, label, *_ in rows}
+    unknown = sorted(set(labels.values()) - set(number))
+    if unknown:
+        raise DataError(f"folder:{base}: {_ANNOTATIONS} names {unknown[0]}, which is not a class of the training set")
+
+    def source(split: str, of: dict[str, str], like: Source | None = None) -> FolderSource:
+        numbers = np.array([number[label] for label in of.values()], np.int64)
+        return FolderSource(name, split, base, list(of), classes=classes, labels=numbers, like=like)
+
+    train = source("train", {f"train/{file}": file.split("/")[0] for file in files})
+    return Splits(name, train, source("val", dict(sorted(labels.items())), train))
 
 
 def _split(name: str, base: Path, files: list[str], prefix: str) -> Splits:

@@ -175,21 +175,28 @@ class Source(ABC):
 
 
 class Subset(Source):
-    """Some images of another source."""
+    """Some images of another source, with its labels and classes unless others are given."""
 
-    def __init__(self, parent: Source, indices: np.ndarray) -> None:
+    def __init__(
+        self,
+        parent: Source,
+        indices: np.ndarray,
+        labels: np.ndarray | None = None,
+        classes: Sequence[str] | None = None,
+    ) -> None:
         if len(indices) and not (indices.min() >= 0 and indices.max() < len(parent)):
             raise DataError(f"subset of {parent.name}: indices must lie in 0..{len(parent) - 1}")
-        labels = None if parent.labels is None else parent.labels[indices]
+        own = None if parent.labels is None else parent.labels[indices]
         super().__init__(
             parent.name,
             parent.split,
             channels=parent.channels,
             dtype=parent.dtype,
-            classes=parent.classes,
-            labels=labels,
+            classes=parent.classes if classes is None else classes,
+            labels=own if labels is None else labels,
         )
         self.parent, self.indices = parent, indices
+        self._renumbered = labels is not None and (own is None or not np.array_equal(own, labels))
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -217,7 +224,8 @@ class Subset(Source):
         return self.parent.digest(int(self.indices[i]))
 
     def fingerprint(self) -> str:
-        return fingerprint_of(self.parent.fingerprint(), self.indices)
+        changed = [self.labels] if self._renumbered else []
+        return fingerprint_of(self.parent.fingerprint(), self.indices, *changed)
 
 
 class EncodedSource(Source):

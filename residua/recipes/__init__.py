@@ -21,6 +21,13 @@ LATENT = {
     "data": "folder:imagenet100", "size": "mid", "img_size": 256, "latents": "stabilityai/sd-vae-ft-ema",
     "steps": 300_000,
 }  # fmt: skip
+TINY_IMAGENET = (
+    "the first 100 of Tiny-ImageNet's 200 classes by WordNet id, 50,000 training and 5,000 validation images of 64 px. "
+    "http://cs231n.stanford.edu/tiny-imagenet-200.zip, unpacked: "
+    "--data 'folder:tiny-imagenet-200?classes=tiny-imagenet-100'. Hugging Face, where WordNet ids are the class names: "
+    "--data 'hf:zh-plus/tiny-imagenet?classes=tiny-imagenet-100&revision=b427d143d5e9bf39d5132c552063f3c5ba3facd6'. "
+    "The runs in docs/records read them in another order, so expect equal scores within the spread of seeds"
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class Recipe:
     cost: str
     expect: str
     command: Command = "pretrain"
+    images: str = ""  # where to get them, and the --data to type, if `data` in the settings does not say
 
     @property
     def config(self) -> Any:
@@ -69,6 +77,7 @@ RECIPES = {
             "21.9k steps; 9 minutes on an H200 that three runs share",
             "three seeds: linear probe 40.7, kNN 27.5 (37.5 and 25.8 at alpha_min 1); with --steps 50000: 46.5 and "
             "33.4 (39.7 and 29.0)",
+            images=TINY_IMAGENET,
         ),
         Recipe(
             "mae-imagenet100",

@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from residua import cli
+from residua.data import DataError, load
 from residua.recipes import RECIPES, Recipe
 
 
@@ -24,3 +26,22 @@ def test_steps_that_the_paper_does_not_give_are_called_a_guess() -> None:
         for recipe in RECIPES.values()
         if recipe.command == "diffuse" and recipe.expect.startswith("paper:")
     )
+
+
+def test_the_images_of_a_recipe_are_named_as_data_understands_them(tmp_path, monkeypatch, capsys) -> None:
+    """Every --data is understood: what is missing is the folder, or the answer of the Hub."""
+    import huggingface_hub
+
+    def not_there(*args: object, **kwargs: object) -> list[str]:
+        raise OSError("no network")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", not_there)
+    for recipe in RECIPES.values():
+        for spec in re.findall(r"--data '([^']+)'", recipe.images):
+            with pytest.raises(DataError, match=r"does not exist|no network"):
+                load(spec)
+    assert len(re.findall("--data", RECIPES["mae-tiny-imagenet"].images)) == 2
+    assert cli.main(["recipes", "mae-tiny-imagenet"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "tiny-imagenet-200?classes=tiny-imagenet-100" in shown
