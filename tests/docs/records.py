@@ -5,7 +5,7 @@ import re
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 from scipy.stats import t as student
 
@@ -99,6 +99,11 @@ def losses(record: str, first: int, last: int) -> float:
 def fids_along(record: str) -> dict[int, float]:
     """Step -> FID."""
     return {row["step"]: row["eval/fid"] for row in read_metrics(RECORDS / record) if "eval/fid" in row}
+
+
+def speed(record: str) -> float:
+    """Median images per second along training."""
+    return median(row["images_per_s"] for row in read_metrics(RECORDS / record) if "images_per_s" in row)
 
 
 def points(text: str) -> str:

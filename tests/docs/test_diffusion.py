@@ -14,7 +14,9 @@ from .records import (
     points,
     read,
     said,
+    speed,
     table,
+    whole,
 )
 
 LONGER = [f"cifar100-diffusion-24k-alpha-{alpha}-seed-0" for alpha in ("1.0", "0.7")]
@@ -72,6 +74,8 @@ def test_diffusion_models_from_the_originals_initialisation(page):
 def test_sentences_on_diffusion_models_from_the_originals_initialisation():
     one, other = map(fids_along, LONGER)
     deficits = [other[step] - one[step] for step in one]
+    (shown,) = whole(said("diffusion.md", "(H200, 2026-11-18, both runs at once,", "images/s each"))
+    assert all(round(speed(run), -1) == shown for run in LONGER)
     shrunk = [100 * (1 - b / a) for a, b in pairwise(deficits[:-1])]
     agree(said("diffusion.md", "The deficit in FID shrinks by", "every 4,000 steps"), min(shrunk), max(shrunk))
     text = said("diffusion.md", "and becomes a gain of", "between 20,000")

@@ -22,6 +22,7 @@ from .records import (
     said,
     scores,
     seeds,
+    speed,
     whole,
 )
 
@@ -114,6 +115,12 @@ def test_sentences_on_runs_without_zero_initialisation():
     text = said("results.md", "block 9 gains", ", its best")
     ninth = [fmean(scores(run)[metric, 9] for run in plain) for metric in (PROBE, KNN)]
     agree(points(text), *(b - a for base in (ninth, start) for a, b in zip(base, blocks[1])))
+
+
+def test_speed_of_three_runs_at_once():
+    (shown,) = whole(said("results.md", "three at once under MPS,", "images/s each"))
+    for name in ("alpha-1.0-seed-2", "alpha-0.7-seed-2", "alpha-0.6-seed-0"):
+        assert round(speed(f"tiny-imagenet-50k-xavier-{name}"), -2) == shown
 
 
 def test_log_of_runs_that_were_stopped():
