@@ -7,17 +7,19 @@ if TYPE_CHECKING:
     from residua import adapt, anatomy, data, evaluate, export, nn, recipes, report, train
     from residua.adapt import fade, stream, unfade
     from residua.adapt.encoder import create_model
+    from residua.anatomy.mixing import mixing
     from residua.nn import alphas
     from residua.train.checkpoint import load
     from residua.train.sample import sample
 
 __version__ = "0.1.0"
 __all__ = [
-    "adapt", "alphas", "anatomy", "create_model", "data", "evaluate", "export", "fade", "load", "nn", "recipes",
-    "report", "sample", "stream", "train", "unfade",
+    "adapt", "alphas", "anatomy", "create_model", "data", "evaluate", "export", "fade", "load", "mixing", "nn",
+    "recipes", "report", "sample", "stream", "train", "unfade",
 ]  # fmt: skip
 _HOME = {"alphas": "residua.nn", "create_model": "residua.adapt.encoder"}
 _HOME |= {name: "residua.adapt" for name in ("fade", "stream", "unfade")}
+_HOME["mixing"] = "residua.anatomy.mixing"
 _HOME["load"] = "residua.train.checkpoint"
 _HOME["sample"] = "residua.train.sample"
 

@@ -14,9 +14,10 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from torch import Tensor
 
 from residua.anatomy import Alignment, Collapse
+from residua.anatomy.mixing import Mixing
 from residua.anatomy.study import Anatomy, Moment, Part
 from residua.data.source import evenly
-from residua.report.figures import REFERENCE, finish, label, new_axes, run_styles, styled
+from residua.report.figures import INK, REFERENCE, finish, label, new_axes, run_styles, styled
 from residua.report.page import Cell, Page
 
 _GRID_BLOCKS = 16  # drawn of a deeper network
@@ -316,3 +317,48 @@ def ujm_page(model: Any, laws: Alignment, path: Path) -> Path:
     )
     grids(page, laws)
     return page.save(path)
+
+
+# ---------------------------------------------------------------- what layers are made of
+
+
+@styled
+def share_bars(mixes: Mapping[str, Mixing], spread: Mapping[str, tuple[float, float]] | None = None) -> Figure:
+    """What the last layer of each network is made of: a stacked bar from the embedding to the last sublayer.
+
+    A bracket marks the echo: the embedding and the first third of the sublayers. Shares below zero, of branches that
+    erase, stand left of it. `spread` is the deviation of the embedding's share and of the echo over runs.
+    """
+    figure = Figure((7.4, 0.7 + 0.95 * len(mixes)), layout="constrained")
+    axes = figure.add_subplot(xlabel="share of the last layer, %")
+    for row, (name, mix) in enumerate(mixes.items()):
+        shares = [100 * share for share in mix.shares[-1].tolist()]
+        right = left = 0.0
+        for i, (share, colour) in enumerate(zip(shares, [REFERENCE, *shades(len(shares) - 1)])):
+            start = right if share >= 0 else left
+            axes.barh(row, share, 0.5, left=start, color=colour, edgecolor="white", linewidth=0.6)
+            words = mix.names[i] if i == 0 and share > 13 else _sublayer(mix.names[i]) if share > 6 and i else ""
+            ink = "white" if sum(mpl.colors.to_rgb(colour)) < 1.6 else "#1b1c1e"
+            axes.text(start + share / 2, row, words, ha="center", va="center", fontsize=7.5, color=ink)
+            right, left = (right + share, left) if share >= 0 else (right, left + share)
+        found = zip(("embedding", "echo"), (mix.embedding, mix.echo), (spread or {}).get(name, (0.0, 0.0)))
+        text = ", ".join(f"{word} {_percent(share)}{f' ± {100 * s:.0f}' if s else ''} %" for word, share, s in found)
+        echo = 100 * mix.echo
+        axes.plot([0, 0, echo, echo], [row - y for y in (0.29, 0.36, 0.36, 0.29)], color=INK, linewidth=1.0)
+        axes.text(0, row - 0.4, text, fontsize=9, va="bottom")
+    axes.set_yticks(range(len(mixes)), [label(name) for name in mixes])
+    axes.set_ylim(len(mixes) - 0.65, -0.75)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False)
+    axes.spines["left"].set_visible(False)
+    return figure
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.{0 if abs(share) >= 0.095 else 1}f}"
+
+
+def _sublayer(name: str) -> str:
+    """`blocks.3.attn` -> `attn 3`."""
+    parts = name.split(".")
+    return f"{parts[-1]} {parts[1]}" if len(parts) == 3 and parts[0] == "blocks" else name
