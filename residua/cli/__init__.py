@@ -26,7 +26,7 @@ os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 USAGE = """\
 Residua trains, measures and explains residual networks whose shortcuts fade with depth.
 
-  residua demo                                   see it work: two small runs, one page
+  residua demo                                   three minutes on a CPU: what layers are made of, one page
   residua pretrain --data folder:my_photos       images in, encoder out
   residua evaluate RUN                           what its frozen features are worth
   residua finetune RUN --data folder:my_classes  train all of it on labels, and test it

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tyro
 
@@ -14,10 +14,10 @@ from .console import console, say, show
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Pretrain with and without fading shortcuts on embedded images, evaluate both, write one page."""
+    """Three minutes on a CPU: train a small encoder without labels, and show what its layers are made of."""
 
     out: str = "demo"
-    """Folder for the two runs and report.html."""
+    """Folder for the runs and report.html."""
     quick: bool = False
     """Seconds instead of minutes: shows the way, not the numbers."""
     open: bool = False
@@ -25,24 +25,32 @@ class DemoOptions:
 
 
 def demo(args: list[str]) -> None:
-    """Two small runs, one page."""
+    """Two autoencoders, two fully connected networks, one page."""
     from residua.report.demo import demo
 
     o = tyro.cli(DemoOptions, args=args, prog="residua demo")
-    page, table = demo(Path(o.out).expanduser(), quick=o.quick, on_message=say, on_record=_fifths())
+    page, table = demo(Path(o.out).expanduser(), quick=o.quick, on_message=say, on_progress=_left())
     console.print(table)
     show(page, o.open)
 
 
-def _fifths() -> Callable[[dict[str, Any]], None]:
-    """Prints a line for each fifth of a demo's run."""
-    told: dict[str, int] = {}
+def _left() -> Callable[[float, str], None]:
+    """What is being done and the time left, by the time that the share behind it took: a line that is written over on a
+    terminal, elsewhere one for each fifth."""
+    started, told = time.monotonic(), 0
 
-    def record(r: dict[str, Any]) -> None:
-        fifth = 5 * r["step"] // r["steps"]
-        if fifth > told.get(r["run"], 0):
-            told[r["run"]] = fifth
-            rate = f"{r['images_per_s']:,.0f} img/s"
-            say(f"  {r['run']:8} step {r['step']:,}/{r['steps']:,}  loss {r['loss']:.4f}  {rate}")
+    def progress(share: float, text: str) -> None:
+        nonlocal told
+        left = (time.monotonic() - started) * (1 - share) / share if share > 0.02 else None
+        line = f"{100 * share:3.0f} %  {text}" + ("" if left is None or share == 1 else f", {_time(left)} left")
+        if console.is_terminal:
+            console.print(f"{line:<70}", end="\n" if share == 1 else "\r", markup=False)
+        elif int(5 * share) > told:
+            told = int(5 * share)
+            say(line)
 
-    return record
+    return progress
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"

@@ -1,4 +1,8 @@
-"""See it work: two small autoencoders, with and without fading shortcuts, measured and shown on one page."""
+"""Three minutes on a CPU: an encoder trained without labels, what its layers are made of, what residual blocks do.
+
+What the page says of these numbers are `CLAIMS`: comparisons whose sign was the same in every run of
+`benchmarks/demo_noise.py`. Differences that chance decides are not shown.
+"""
 
 from __future__ import annotations
 
@@ -9,79 +13,152 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
-from rich.text import Text
 
+from residua.anatomy import counterfactual
+from residua.anatomy.mixing import Mixing, mixing
+from residua.anatomy.study import Anatomy, Look, study
 from residua.data import Splits
 from residua.data import load as load_data
 from residua.evaluate import Report
-from residua.evaluate.report import MODEL, PIXELS, RANDOM
-from residua.nn import MAE, stream
-from residua.report import figures
+from residua.evaluate.maps import sample_images
+from residua.evaluate.report import PIXELS, RANDOM
+from residua.files import write_text
+from residua.nn import MAE
+from residua.report import gallery
+from residua.report.anatomy import alignment_grid, share_bars
 from residua.report.page import Cell, Page
-from residua.report.parts import depth_figures, look, neighbors
-from residua.report.runs import headline, name_cell, protocol, score_cell
+from residua.report.parts import neighbors
 from residua.train.checkpoint import load
 from residua.train.config import Pretrain
 from residua.train.metrics import read_metrics
 
 FADING, PLAIN = "fading", "plain"
-ALPHAS = {FADING: 0.9, PLAIN: 1.0}
+ALPHAS = {FADING: 0.6, PLAIN: 1.0}
+SHORTCUTS, NONE = "shortcuts", "no shortcuts"
+EMBEDDING, ECHO = "embedding in the last layer", "echo in the last layer"
 
 SETTINGS: dict[str, Any] = {
-    "data": "shapes?n=4096&test=1024",
-    "size": "nano", "embed_dim": 64, "depth": 4, "num_heads": 2,
+    "data": "shapes?n=8192&test=1024",
+    "size": "nano", "embed_dim": 64, "depth": 4, "num_heads": 2, "mask_ratio": 0.6,
     "decoder_embed_dim": 32, "decoder_depth": 2, "decoder_num_heads": 1,
-    "batch_size": 64, "steps": 1500, "lr": 2e-3, "zero_init": True,
+    "batch_size": 64, "steps": 1600, "lr": 4e-3,
     "cpu": True, "precision": "fp32", "compile": False, "trackers": (), "keep": 1,
 }  # fmt: skip
+BLOCKS: dict[str, Any] = {"depths": (8,), "epochs": 40.0}
+"""Of the fully connected networks."""
+LOOK = Look(k=10)
 QUICK: dict[str, Any] = {
     "data": "shapes?n=128&test=64", "steps": 8,
     "embed_dim": 32, "depth": 4, "decoder_embed_dim": 16, "decoder_depth": 2,
 }  # fmt: skip
+QUICK_BLOCKS: dict[str, Any] = {"depths": (3,), "epochs": 1.0, "width": 16}
+_SHARES = (0.75, 0.83, 0.97, 1.0)
+"""Where training, measuring, the fully connected networks and the page end, as shares of the whole time."""
 
-Trained = dict[str, tuple[MAE, Report]]
+Numbers = dict[str, dict[str, float]]
+"""Score -> subject -> value."""
+
+
+class Claim(NamedTuple):
+    """A comparison that the page makes: `more` has a higher score than `less`."""
+
+    score: str
+    more: str
+    less: str
+
+    def margin(self, numbers: Numbers) -> float:
+        """Positive where it holds."""
+        return numbers[self.score][self.more] - numbers[self.score][self.less]
+
+
+ENCODER = (
+    Claim("linear probe", PLAIN, RANDOM), Claim("linear probe", PLAIN, PIXELS), Claim("kNN", PLAIN, RANDOM),
+)  # fmt: skip
+LAST_LAYER = Claim(EMBEDDING, PLAIN, FADING), Claim(ECHO, PLAIN, FADING)
+ALIGNMENT = Claim("RA1 line shape", NONE, SHORTCUTS), Claim("RA2 diagonal share", SHORTCUTS, NONE)
+CLAIMS = (*ENCODER, *LAST_LAYER, *ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class Found:
+    """All that the page shows."""
+
+    models: dict[str, MAE]
+    reports: dict[str, Report]
+    mixes: dict[str, Mixing]
+    accuracy: dict[str, float]
+    anatomy: dict[str, Anatomy]
+
+    def numbers(self) -> Numbers:
+        own = self.reports[PLAIN]
+        scores: Numbers = {}
+        for metric in ("linear probe", "kNN", "entropy rank"):
+            scores[metric] = {name: report.value(metric) for name, report in self.reports.items()}
+            scores[metric] |= {subject: own.value(metric, subject) for subject in (RANDOM, PIXELS)}
+        scores[EMBEDDING] = {name: 100 * mix.embedding for name, mix in self.mixes.items()}
+        scores[ECHO] = {name: 100 * mix.echo for name, mix in self.mixes.items()}
+        scores["accuracy"] = dict(self.accuracy)
+        for law in ("RA1 line shape", "RA2 diagonal share"):
+            scores[law] = {name: found.parts[0].laws.scalars()[law][0] for name, found in self.anatomy.items()}
+        return scores
 
 
 def demo(
     out: Path,
     *,
     quick: bool = False,
+    seed: int = 0,
     on_message: Callable[[str], None] = print,
-    on_record: Callable[[dict[str, Any]], None] = lambda record: None,
+    on_progress: Callable[[float, str], None] = lambda share, text: None,
 ) -> tuple[Path, Table]:
-    """Pretrain with and without decay on `shapes`, evaluate both, write OUT/report.html: it and a table.
+    """Train, measure, and write OUT/report.html and OUT/numbers.json: the page and a table.
 
-    Both run side by side as `residua pretrain`, one thread each. Two run folders are left in OUT, `fading` and
-    `plain`; those of an earlier demo are replaced. Under three minutes on two CPU cores; `quick` takes seconds
-    and shows the way, not the numbers. Records carry the name of their `run` and its number of `steps`.
+    Two masked autoencoders, with and without fading, train side by side as `residua pretrain`, one thread each; then
+    two fully connected networks, with and without shortcuts. Their run folders are left in OUT; those of an earlier
+    demo are replaced. `quick` takes seconds and shows the way, not the numbers. `on_progress` gets the share of the
+    whole time that is over, and what is being done.
 
     >>> page, table = demo(Path("demo"))
     """
     started = time.perf_counter()
     out = Path(out).expanduser()
-    settings = SETTINGS | (QUICK if quick else {})
-    on_message(f"pretraining two autoencoders for {settings['steps']:,} steps each, then measuring every block:")
-    for name, alpha_min in ALPHAS.items():
-        on_message(f"  {name:8} alpha_min {alpha_min}")
+    settings = SETTINGS | (QUICK if quick else {}) | {"seed": seed}
     for run in (out / name for name in ALPHAS):
         if (run / "config.yaml").exists() and not (run / "settings.yaml").exists():
             raise ValueError(f"{run} holds a run that no demo made: give another folder (--out)")
+    on_message(f"training two small autoencoders, {settings['steps']:,} steps each, alpha_min 1 and {ALPHAS[FADING]:g}")
     children = {name: _start(out / name, settings | {"alpha_min": alpha}) for name, alpha in ALPHAS.items()}
     try:
-        _watch(out, children, settings["steps"], on_record)
+        _watch(out, children, settings["steps"], on_progress)
     finally:
         for child in children.values():
             child.kill()
-    on_message("drawing the page")
-    trained = {name: (_autoencoder(out / name), _evaluation(out / name)) for name in ALPHAS}
     splits = load_data(settings["data"])
-    evaluations = {name: report for name, (_, report) in trained.items()}
-    path = _page(out, trained, splits, time.perf_counter() - started, quick).save(out / "report.html")
-    return path, _table(evaluations)
+    models = {name: _autoencoder(out / name) for name in ALPHAS}
+    on_message("training two small fully connected networks, with and without shortcuts")
+    on_progress(_SHARES[1], "fully connected networks")
+    accuracy, anatomy = _blocks(out / "blocks", seed, quick)
+    on_progress(_SHARES[2], "drawing the page")
+    found = Found(
+        models,
+        {name: Report.from_dict(json.loads((out / name / "evaluation.json").read_text("utf-8"))) for name in ALPHAS},
+        {name: mixing(model, sample_images(model, splits, 512)) for name, model in reversed(models.items())},
+        accuracy,
+        anatomy,
+    )
+    numbers = found.numbers()
+    last = {name: mix.shares[-1].tolist() for name, mix in found.mixes.items()}
+    write_text(out / "numbers.json", json.dumps({"numbers": numbers, "last layer": last}, indent=1))
+    page = _page(out, found, numbers, splits, quick)
+    page.paragraph(f"All of it took {time.perf_counter() - started:.0f} seconds on this machine.")
+    path = page.save(out / "report.html")
+    on_progress(1.0, "done")
+    return path, _table(numbers)
 
 
 def _start(run: Path, settings: dict[str, Any]) -> subprocess.Popen[str]:
@@ -92,25 +169,18 @@ def _start(run: Path, settings: dict[str, Any]) -> subprocess.Popen[str]:
     config = Pretrain().override(**settings, checkpoint_every=settings["steps"])
     config.save(run / "settings.yaml")
     call = [sys.executable, "-m", "residua.cli", "pretrain", str(run / "settings.yaml"), "--out", str(run)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    env = {"OMP_NUM_THREADS": "1"} | os.environ
     return subprocess.Popen(call, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def _watch(
-    out: Path,
-    children: dict[str, subprocess.Popen[str]],
-    steps: int,
-    on_record: Callable[[dict[str, Any]], None],
+    out: Path, children: dict[str, subprocess.Popen[str]], steps: int, on_progress: Callable[[float, str], None]
 ) -> None:
-    """Hand on the records of both runs until both have ended."""
-    seen = dict.fromkeys(children, 0)
+    """Report how far the slower run is until both have ended."""
     while True:
         running = [child for child in children.values() if child.poll() is None]
-        for name in children:
-            records = read_metrics(out / name)
-            for record in records[seen[name] :]:
-                on_record({"run": name, "steps": steps, **record})
-            seen[name] = len(records)
+        done = min((read_metrics(out / name) or [{"step": 0}])[-1]["step"] for name in children)
+        on_progress(_SHARES[0] * done / steps, f"step {done:,}/{steps:,}" if done < steps else "measuring every block")
         for name, child in children.items():
             if child.poll():
                 said = child.stderr.read() if child.stderr else ""
@@ -126,114 +196,157 @@ def _autoencoder(run: Path) -> MAE:
     return model
 
 
-def _evaluation(run: Path) -> Report:
-    return Report.from_dict(json.loads((run / "evaluation.json").read_text("utf-8")))
+def _blocks(folder: Path, seed: int, quick: bool) -> tuple[dict[str, float], dict[str, Anatomy]]:
+    """Test accuracy and anatomy of both fully connected networks."""
+    cases = counterfactual.plan("shortcut", seed=seed, **BLOCKS | (QUICK_BLOCKS if quick else {}))
+    for earlier in (folder / case.name for case in cases):
+        if (earlier / "case.json").exists():
+            shutil.rmtree(earlier)
+    outcomes = counterfactual.run(cases, folder, LOOK)
+    digits = load_data("digits")
+    return (
+        {o.case.series: o.accuracy for o in outcomes},
+        {o.case.series: study(load(folder / o.case.name), digits, "train", LOOK) for o in outcomes},
+    )
 
 
 # ---------------------------------------------------------------- what is shown
 
+_COLUMNS = (PLAIN, RANDOM, PIXELS)
+_UNITS = {"linear probe": " %", "kNN": " %", "entropy rank": " nats"}
 
-def _rows(evaluations: dict[str, Report]) -> list[list[Cell]]:
-    """score, fading, plain, random init, pixels."""
-    quoted = {name: headline(report) for name, report in evaluations.items()}
-    rows = []
-    for score in quoted[PLAIN]:
-        values = [score_cell(quoted[name][score].get(MODEL)) for name in evaluations]
-        baselines = [score_cell(quoted[PLAIN][score].get(subject)) for subject in (RANDOM, PIXELS)]
-        unit = next(iter(quoted[PLAIN][score].values())).unit
-        rows.append([name_cell(score, unit), *values, *baselines])
+
+def _rows(numbers: Numbers) -> list[list[str | Cell]]:
+    """score, encoder, random weights, raw pixels."""
+    rows: list[list[str | Cell]] = []
+    for metric, unit in _UNITS.items():
+        values = [numbers[metric][subject] for subject in _COLUMNS]
+        digits = 2 if "nats" in unit else 1
+        rows.append([metric, *(Cell(f"{value:.{digits}f}{unit}", value) for value in values)])
     return rows
 
 
-def _table(evaluations: dict[str, Report]) -> Table:
-    table = Table(title="shapes: frozen features, last block (probe: the block it chose)", title_justify="left")
-    for i, heading in enumerate(_header(evaluations)):
+_HEADER = ["frozen features", "encoder", "random weights", "raw pixels"]
+
+
+def _table(numbers: Numbers) -> Table:
+    table = Table(title="shapes: what two minutes without labels are worth", title_justify="left")
+    for i, heading in enumerate(_HEADER):
         table.add_column(heading, justify="right" if i else "left")
-    for row in _rows(evaluations):
-        table.add_row(*(Text(cell.text) for cell in row))
+    for row in _rows(numbers):
+        table.add_row(*(cell.text if isinstance(cell, Cell) else cell for cell in row))
     return table
 
 
-def _header(evaluations: dict[str, Report]) -> list[str]:
-    return ["score", *(f"{name} (alpha_min {ALPHAS[name]:g})" for name in evaluations), RANDOM, PIXELS]
-
-
-def _page(out: Path, trained: Trained, splits: Splits, seconds: float, quick: bool) -> Page:
-    evaluations = {name: report for name, (_, report) in trained.items()}
-    models = {name: model for name, (model, _) in trained.items()}
-    metrics = {name: read_metrics(out / name) for name in trained}
-    page = Page("Two masked autoencoders, with and without fading shortcuts")
+def _page(out: Path, found: Found, numbers: Numbers, splits: Splits, quick: bool) -> Page:
+    page = Page("What a layer is made of")
     page.paragraph(
-        f"Both were pretrained without labels on {len(splits.train):,} procedural images of shapes, for "
-        f"{metrics[PLAIN][-1]['step']:,} steps each, from the same seed, with the same U-shaped decoder. They "
-        f"differ in one number: the shortcuts of {PLAIN} are ordinary (x <- x + f(x)); those of {FADING} keep "
-        f"less and less of the stream with depth (x <- alpha x + f(x), alpha from 1 to {ALPHAS[FADING]:g}). "
-        f"The whole took {seconds:.0f} s on a CPU."
+        "A residual network adds what each sublayer computes to a stream, x <- x + f(x), so its last layer is a sum "
+        "with one term for every layer before it. The bars measure that sum in two small masked autoencoders: one with "
+        f"ordinary shortcuts, and one whose shortcuts fade, x <- alpha x + f(x), with alpha from 1 to {ALPHAS[FADING]}."
     )
+    bars = {name: found.mixes[key] for name, key in (("ordinary", PLAIN), ("fading", FADING))}
+    how = (
+        "Each segment is a sublayer's share of the last layer (differences between 512 test images, patch tokens). "
+        "Grey: the embedding, which is the pixels after one linear layer. Bracket: the echo, which is the embedding "
+        "and the first third of the sublayers. A sublayer that erases has a share below zero, at the left."
+    )
+    page.figures((share_bars(bars), how))
     if quick:
-        page.paragraph("This was the quick version: a handful of steps, numbers without meaning.", note=True)
-    page.heading("Scores")
-    page.table(_header(evaluations), _rows(evaluations), caption=protocol(evaluations[PLAIN]))
-    for text in _findings(evaluations):
-        page.paragraph(text)
-    _limits(page)
-    page.heading("Training")
-    alphas = {name: stream(model).alphas.detach().tolist() for name, model in models.items()}
-    page.figures(
-        (figures.loss_curves(metrics), "Training loss, mean over the steps between records."),
-        (
-            figures.alpha_schedule(alphas),
-            f"alpha of each residual step; their product is {_products(models)}.",
-        ),
+        page.paragraph("This is the quick version: a handful of steps, numbers without meaning.", note=True)
+    page.paragraph(_said(numbers, LAST_LAYER))
+    page.code(f'mix = residua.mixing(residua.load("{out / PLAIN}"), images); mix.figure(), mix.echo, mix.shares')
+    _encoder(page, out, found, numbers, splits)
+    _alignment(page, found, numbers)
+    page.heading("Your own photos")
+    page.code("residua pretrain --data folder:my_photos --out runs/photos")
+    page.code("residua evaluate runs/photos --layers all")
+    page.code("residua export runs/photos --to timm --out photos-timm")
+    page.heading("Your own model")
+    page.code("residua evaluate timm:vit_small_patch16_224 --data folder:my_photos --knn")
+    page.code("residua anatomy torchvision:resnet18 --data folder:my_photos")
+    page.code("residua.fade(model, alpha_min=0.8)    # in Python: any residual model, in place, before it is trained")
+    page.heading("What this shows, and what it does not")
+    page.paragraph(
+        "Every comparison in words above had the same sign in all runs of ten seeds (benchmarks/demo_noise.py). "
+        "Whether fading makes better features is not among them: after so few steps it does not, and residua "
+        "pretrain would choose ordinary shortcuts (--alpha-min auto). After 22,000 steps on photographs it does; "
+        "docs/results.md says how long, how much and how sure."
     )
-    page.heading("By depth")
-    page.paragraph("Each block's features, as they stand, frozen; grey is what costs nothing.")
-    depth_figures(page, evaluations)
-    look(page, models, splits)
-    neighbors(page, {FADING: evaluations[FADING]}, splits)
-    page.heading("Go on")
-    page.paragraph("Both runs are ordinary run folders:")
-    page.code(f'model = residua.load("{out / FADING}")')
-    page.code(f"residua compare {out / FADING} {out / PLAIN}")
-    page.code("residua pretrain --data folder:my_photos")
     return page
 
 
-def _products(models: dict[str, MAE]) -> str:
-    return ", ".join(f"{stream(model).alpha_eff:.2g} ({name})" for name, model in models.items())
-
-
-def _findings(evaluations: dict[str, Report]) -> list[str]:
-    """What the numbers of this very run say, in words."""
-    texts = []
-    for metric in ("kNN", "linear probe"):
-        own = {name: report.value(metric) for name, report in evaluations.items()}
-        free = {s: max(report.value(metric, s) for report in evaluations.values()) for s in (RANDOM, PIXELS)}
-        best, bar = max(own, key=own.__getitem__), max(free, key=free.__getitem__)
-        verb = "beats" if own[best] > free[bar] else "does not beat"
-        gap = own[FADING] - own[PLAIN]
-        texts.append(
-            f"{metric}: the better of the two ({best}, {own[best]:.1f} %) {verb} the better baseline ({bar}, "
-            f"{free[bar]:.1f} %). Fading minus plain: {gap:+.1f} points."
-        )
-    return texts
-
-
-def _limits(page: Page) -> None:
-    page.heading("What this shows, and what it does not")
-    page.bullets(
-        [
-            "It shows the path: images in, two encoders out, each measured frozen at every block beside the "
-            "same encoder untrained and raw pixels, so that one sees whether training brought anything.",
-            "It does not show that fading shortcuts help. At so few steps they often do not, or do harm: on 100 "
-            "classes of Tiny-ImageNet (ViT-S) fading changes nothing after 5,000 steps of 256 images (alpha_min 0.91) "
-            "and gains 3 points of linear probe after 22,000 and 7 after 50,000 (alpha_min 0.7). The published gains "
-            "come from about 100,000 steps of 1,024.",
-            "kNN compares features as they are. After so few steps a handful of directions, most likely colour, "
-            "outweigh the rest, so raw pixels may win there; the probe, which weighs directions, shows more of "
-            "what was learned.",
-            "It is one seed. Differences of a point or two between the two runs are noise, in either direction.",
-            "The images are synthetic: textured shapes, drawn so that neighbours in pixel space know little of "
-            "the class. Scores here say nothing about photographs.",
-        ]
+def _encoder(page: Page, out: Path, found: Found, numbers: Numbers, splits: Splits) -> None:
+    page.heading("An encoder from images without labels")
+    page.paragraph(
+        f"The ordinary one, after {read_metrics(out / PLAIN)[-1]['step']:,} steps on {len(splits.train):,} drawings of "
+        "shapes. Its features are frozen and read in two ways: by a linear classifier (probe) and by a vote of nearest "
+        "neighbours (kNN). Beside it stands what costs nothing: the same network with random weights, and the pixels."
     )
+    report = found.reports[PLAIN]
+    caption = (
+        f"{report.n_train:,} training and {report.n_test:,} test images, ten classes; mean of all tokens of the last "
+        "block, for the probe of the block that held-out training images chose."
+    )
+    page.table(_HEADER, _rows(numbers), caption=caption)
+    page.paragraph(_said(numbers, ENCODER))
+    page.code(f"residua evaluate {out / PLAIN} --layers all")
+    model = found.models[PLAIN]
+    hidden = (
+        f"{100 * model.mask_ratio:.0f} % of the patches are hidden (grey), and the network fills them in. Mean and "
+        "contrast of each patch are borrowed from the truth."
+    )
+    page.figures((gallery.reconstructions({"filled in": model}, splits), hidden))
+    page.code(f'residua.report.gallery.reconstructions("{out / PLAIN}", "shapes")')
+    neighbors(page, {PLAIN: report}, splits)
+    page.code(f'residua.report.gallery.neighbors("{out / PLAIN}", "shapes", [0, 1, 2])')
+
+
+def _alignment(page: Page, found: Found, numbers: Numbers) -> None:
+    page.heading("What the blocks do")
+    laws = {name: anatomy.parts[0].laws for name, anatomy in found.anatomy.items()}
+    page.paragraph(
+        f"Two fully connected networks of {len(laws[NONE].names)} blocks that read digits, trained alike, with and "
+        "without shortcuts. Each block is seen through the singular vectors of its Jacobian: does block i act along "
+        "the directions of block j?"
+    )
+    how = (
+        "the Jacobian of block i in the singular vectors of block j. Diagonals everywhere: all share their directions."
+    )
+    page.figures(*((alignment_grid(law.grid, law.names, name), f"{name}: {how}") for name, law in laws.items()))
+    digits = {"accuracy": 1, "RA1 line shape": 2, "RA2 diagonal share": 2}
+    rows: list[list[str | Cell]] = [
+        [name, *(Cell(f"{numbers[score][name]:.{n}f}", numbers[score][name]) for score, n in digits.items())]
+        for name in laws
+    ]
+    caption = (
+        "Line shape: how straight the path of an input through the blocks is; 1 is a straight line. Diagonal share: 1 "
+        "where all blocks share their singular vectors. Means over 8 training images."
+    )
+    page.table(["network", "test accuracy, %", "line shape", "diagonal share"], rows, caption=caption)
+    page.paragraph(_said(numbers, ALIGNMENT))
+    page.code("residua counterfactual shortcut --depth 8 --epochs 40 --top 10")
+
+
+_WORDS = {
+    "linear probe": "The probe reads {more:.1f} % from the encoder, {gap:.1f} points more than from {name}.",
+    "kNN": "kNN gets {more:.1f} %, {gap:.1f} points more than from {name}.",
+    EMBEDDING: "The embedding makes up {more:.0f} % of the ordinary network's last layer, {less:.0f} % of the other's.",
+    ECHO: "The echo is {more:.0f} % and {less:.0f} %: where shortcuts fade, later sublayers make the last layer.",
+    "RA1 line shape": "With shortcuts an input moves along nearly a straight line ({less:.2f}; without {more:.2f}).",
+    "RA2 diagonal share": "With them all blocks act along the same directions ({more:.2f}; without {less:.2f}).",
+}
+_NAMES = {RANDOM: "random weights", PIXELS: "raw pixels"}
+
+
+def _said(numbers: Numbers, claims: tuple[Claim, ...]) -> str:
+    """Claims in words, each as this very run has it."""
+    texts = []
+    for claim in claims:
+        more, less = (numbers[claim.score][subject] for subject in (claim.more, claim.less))
+        words = (
+            _WORDS[claim.score] if more > less else f"{claim.score}: {{more:.1f}}, not above {{name}} ({{less:.1f}})."
+        )
+        name = _NAMES.get(claim.less, claim.less)
+        texts.append(words.format(more=more, less=less, gap=more - less, name=name))
+    return " ".join(texts)

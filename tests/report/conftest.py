@@ -122,8 +122,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def quick_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Table, list[dict[str, Any]]]:
-    """Page, table and records of the quick demo; its runs lie beside the page."""
-    records: list[dict[str, Any]] = []
-    page, table = demo(tmp_path_factory.mktemp("demo"), quick=True, on_message=lambda _: None, on_record=records.append)
-    return page, table, records
+def quick_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Table, list[tuple[float, str]]]:
+    """Page, table and progress of the quick demo; its runs lie beside the page."""
+    told: list[tuple[float, str]] = []
+    page, table = demo(
+        tmp_path_factory.mktemp("demo"), quick=True, on_message=lambda _: None,
+        on_progress=lambda share, text: told.append((share, text)),
+    )  # fmt: skip
+    return page, table, told
