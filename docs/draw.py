@@ -1,7 +1,6 @@
 """Draw the documents' figures.
 
 python docs/draw.py                      all figures of numbers, from the JSON in docs/records
-python docs/draw.py demo                 after `make demo`: its scores to docs/records, its figures, and its pictures
 python docs/draw.py tiny-imagenet RUN RUN    pictures of models at work, which need weights: alpha_min 1.0, then 0.9
 
 A sweep is recorded by its sweep.json and summary.json in docs/records/NAME; its scores and, where alpha_min was swept,
@@ -10,19 +9,24 @@ its gains over ordinary shortcuts are drawn to docs/images/NAME-SCORE.png and NA
 
 import json
 import re
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
+
+import torch
 
 import residua
+from residua.anatomy.mixing import EMBEDDING, Mixing
 from residua.evaluate import Report
 from residua.evaluate.diffusion import best, grid
 from residua.recipes.summary import compare, read_summary
 from residua.report import figures, gallery
+from residua.report.anatomy import share_bars
 from residua.report.curves import epoch_curves, noise_heatmap, norm_curves, size_curves, step_curves
+from residua.report.demo import ECHO
+from residua.report.demo import EMBEDDING as EMBEDDED
 from residua.report.runs import by_depth
 from residua.report.sweep import numeric_setting, setting_curves
 from residua.train import read_metrics
@@ -32,7 +36,6 @@ Folders = Mapping[str, Sequence[Path]]  # label -> runs, one a seed
 
 RECORDS, IMAGES = (Path(__file__).parent / name for name in ("records", "images"))
 RUNS = {
-    "demo": {"fading": "demo-fading", "plain": "demo-plain"},
     "tiny-imagenet": {
         "alpha_min 1.0": "tiny-imagenet-22k-alpha-1.0-seed-0",
         "alpha_min 0.9": "tiny-imagenet-22k-alpha-0.9-seed-0",
@@ -81,7 +84,6 @@ RUNS = {
 }
 """Prefix of the figures -> label -> record of the run, or a pattern of its seeds."""
 METRICS = {
-    "demo": ("linear probe", "entropy rank"),
     "tiny-imagenet": ("linear probe", "kNN", "entropy rank"),
     "tiny-imagenet-xavier": ("linear probe", "kNN", "entropy rank"),
     "tiny-imagenet-50k": ("linear probe", "kNN"),
@@ -121,7 +123,7 @@ PICTURES = {
     "attention": gallery.attention,
     "tsne": gallery.tsne,
 }
-SHOWN = {"demo": ("reconstructions",), "tiny-imagenet": tuple(PICTURES)}
+SHOWN = {"tiny-imagenet": tuple(PICTURES)}
 PLAIN = {"alpha_min": "1.0"}
 
 
@@ -143,6 +145,8 @@ def numbers(out: Path = IMAGES) -> list[Path]:
         *choosing_alpha(out),
         by_length(out),
         by_alpha_eff(out),
+        last_layer(out),
+        last_layers_of_50k(out),
     ]
 
 
@@ -257,6 +261,34 @@ def by_alpha_eff(out: Path) -> Path:
     return save(figure, out / "tiny-imagenet-alpha-eff.png")
 
 
+def last_layer(out: Path) -> Path:
+    """What the last layers of the demo's two autoencoders are made of, means over all runs of the record."""
+    runs = json.loads((RECORDS / "demo-noise.json").read_text())["runs"]
+    bars, spread = {}, {}
+    for label, name in (("ordinary", "plain"), ("fading", "fading")):
+        shares = [[run["last layer"][name][i] for run in runs] for i in range(len(runs[0]["last layer"][name]))]
+        sublayers = [f"blocks.{i}.{kind}" for i in range(len(shares) // 2) for kind in ("attn", "mlp")]
+        bars[label] = _shares([fmean(own) for own in shares], [EMBEDDING, *sublayers])
+        scores = [[run["numbers"][score][name] / 100 for run in runs] for score in (EMBEDDED, ECHO)]
+        spread[label] = (stdev(scores[0]), stdev(scores[1]))
+    return save(share_bars(bars, spread), out / "demo-last-layer.png")
+
+
+def last_layers_of_50k(out: Path) -> Path:
+    """The same of encoders after 50,000 steps."""
+    bars = {}
+    for name in ("1.0-seed-2", "0.7-seed-2", "0.6-seed-0"):
+        found = json.loads((RECORDS / f"tiny-imagenet-50k-xavier-alpha-{name}" / "mixing.json").read_text())
+        bars[f"alpha_min {name[:3]}"] = _shares(found["centred"], found["writers"])
+    return save(share_bars(bars), out / "tiny-imagenet-50k-last-layer.png")
+
+
+def _shares(last: Sequence[float], names: Sequence[str]) -> Mixing:
+    """A record of the last layer alone, to be drawn."""
+    own = torch.tensor([last], dtype=torch.float64)
+    return Mixing(list(names), own, own, centred=True)
+
+
 def alpha_eff(run: Path) -> float:
     """Product of the alphas of a masked autoencoder's encoder, by its settings."""
     decay = residua.train.Pretrain.read(run / "config.yaml").shortcut.decay()
@@ -328,17 +360,6 @@ def pictures(prefix: str, runs: Sequence[Path], out: Path = IMAGES) -> list[Path
     return [save(PICTURES[name](models, splits), out / f"{prefix}-{name}.png") for name in SHOWN[prefix]]
 
 
-def record(prefix: str, runs: Sequence[Path]) -> None:
-    """Keep the numbers of runs in docs/records."""
-    for name, run in zip(RUNS[prefix].values(), runs, strict=True):
-        (RECORDS / name).mkdir(exist_ok=True)
-        for file in ("config.yaml", "environment.json", "evaluation.json", "metrics.jsonl"):
-            shutil.copy(run / file, RECORDS / name / file)
-        where = RECORDS / name / "environment.json"
-        kept = {key: value for key, value in json.loads(where.read_text()).items() if key != "cwd"}
-        where.write_text(json.dumps(kept, indent=1))
-
-
 def save(figure: figures.Figure, path: Path) -> Path:
     figure.savefig(path, dpi=110)
     return path
@@ -353,12 +374,7 @@ def main(args: Sequence[str]) -> None:
     prefix, *given = args or [""]
     if prefix and prefix not in RUNS:
         sys.exit(f"{prefix!r} has no pictures; there are {', '.join(RUNS)}")
-    if prefix == "demo":
-        runs = [Path(*given or ["demo"]) / name for name in RUNS["demo"]]
-        record("demo", runs)
-    else:
-        runs = [Path(run) for run in given]
-    drawn = numbers() + (pictures(prefix, runs) if prefix else [])
+    drawn = numbers() + (pictures(prefix, [Path(run) for run in given]) if prefix else [])
     print("\n".join(map(str, drawn)))
 
 

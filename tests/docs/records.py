@@ -36,8 +36,7 @@ def agree(cell: str, *values: float) -> None:
 
 @cache
 def report(run: str) -> dict:
-    name = run if run.startswith("demo") else f"tiny-imagenet-{run}"
-    return json.loads((RECORDS / name / "evaluation.json").read_text())
+    return json.loads((RECORDS / f"tiny-imagenet-{run}" / "evaluation.json").read_text())
 
 
 def scores(run: str, subject: str = "model") -> dict[tuple[str, int], float]:

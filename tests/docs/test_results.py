@@ -1,13 +1,17 @@
 """Tables of results.md, and the demo's of the front page, are of docs/records."""
 
+import importlib.util
+import json
 import re
 from itertools import chain
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 
 from residua import alphas
 from residua.report.along import as_dynamics
+from residua.report.demo import ECHO
+from residua.report.demo import EMBEDDING as EMBEDDED
 from residua.report.runs import read_runs, while_training
 from residua.train import Pretrain, read_metrics
 from residua.train.options import read_flat
@@ -19,6 +23,7 @@ from .records import (
     RANK,
     RANKME,
     RECORDS,
+    ROOT,
     agree,
     along,
     best,
@@ -37,15 +42,78 @@ from .records import (
 )
 
 
-@pytest.mark.parametrize("page", ["../README.md", "results.md"])
-def test_demo(page):
-    probe, knn, rank = table(page, "| `shapes`, 1,024 test images | fading")
-    columns = [("fading", "model", 3), ("plain", "model", 3), ("plain", "random init", 3), ("plain", "pixels", -1)]
-    for column, (name, subject, last) in enumerate(columns, 1):
-        own = scores(f"demo-{name}", subject)
-        agree(probe[column], report(f"demo-{name}")["probes"][subject]["accuracy"])
-        agree(knn[column], own[KNN, last])
-        agree(rank[column], own[RANK, last])
+def demos() -> list[dict]:
+    return json.loads((RECORDS / "demo-noise.json").read_text())["runs"]
+
+
+def spread(score: str, subject: str) -> tuple[float, float]:
+    """Mean and deviation over all runs of the demo."""
+    values = [run["numbers"][score][subject] for run in demos()]
+    return fmean(values), stdev(values)
+
+
+def test_demo():
+    spec = importlib.util.spec_from_file_location("demo_noise", ROOT / "benchmarks" / "demo_noise.py")
+    noise = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(noise)
+    page = (ROOT / "docs" / "results.md").read_text()
+    assert noise.table(json.loads((RECORDS / "demo-noise.json").read_text())) in page
+    gains = said("results.md", "Pretraining is worth", "over random weights; raw pixels stay ahead in kNN")
+    gaps = [spread(score, "plain")[0] - spread(score, "random init")[0] for score in (PROBE, KNN)]
+    agree(gains, *gaps)
+    assert all(run["numbers"][KNN]["pixels"] > run["numbers"][KNN]["plain"] for run in demos())
+    probes = [run["numbers"][PROBE]["fading"] - run["numbers"][PROBE]["plain"] for run in demos()]
+    assert min(probes) < 0 < max(probes)
+
+
+def test_bars_of_the_front_page():
+    told = said("../README.md", "In the ordinary network above", "Tiny-ImageNet, after 50,000 steps, the echo is")
+    told = told.partition("(`make demo`")[0]
+    agree(told, *(value for name in ("plain", "fading") for score in (EMBEDDED, ECHO) for value in spread(score, name)))
+    echoes = said("../README.md", "Tiny-ImageNet, after 50,000 steps, the echo is", "([more]")
+    agree(echoes, *(100 * echo(name) for name in ("1.0-seed-2", "0.7-seed-2")))
+
+
+def test_what_is_known_on_the_front_page():
+    """Means over seeds and the interval of their differences, as in the tables of results.md."""
+    rows = table("../README.md", "| training | linear probe |")
+    for (_, probe, knn, count), length in zip(rows, ("22k", "50k", "86k"), strict=True):
+        runs = [seeds(f"{length}-xavier-alpha-{alpha}") for alpha in ("1.0", "0.7")]
+        assert int(count) == len(runs[0]) == len(runs[1])
+        for cell, metric in ((probe, PROBE), (knn, KNN)):
+            a, b = ([scores(run)[metric, LAST] for run in own] for own in runs)
+            agree(cell.replace("->", ""), fmean(a), fmean(b), *difference(a, b))
+
+
+def mixing_record(name: str) -> dict:
+    return json.loads((RECORDS / f"tiny-imagenet-50k-xavier-alpha-{name}" / "mixing.json").read_text())
+
+
+def last_layer(name: str, kind: str = "centred") -> list[float]:
+    return mixing_record(name)[kind]
+
+
+def echo(name: str, kind: str = "centred") -> float:
+    shares = last_layer(name, kind)
+    return sum(shares[: (len(shares) - 1) // 3 + 1])
+
+
+def test_what_the_last_layer_is_made_of():
+    rows = table("results.md", "| share of the last layer |")
+    for column, name in enumerate(("1.0-seed-2", "0.7-seed-2", "0.6-seed-0"), 1):
+        shares = last_layer(name)
+        assert sum(shares) == pytest.approx(1, abs=1e-3)
+        first, second = len(shares) // 3 + 1, 2 * (len(shares) - 1) // 3 + 1
+        parts = [shares[0], echo(name), sum(shares[first:second]), sum(shares[second:])]
+        depth = sum(i * share for i, share in enumerate(shares)) / (len(shares) - 1)
+        for row, value in zip(rows, [*(100 * part for part in parts), depth, 100 * echo(name, "raw")], strict=True):
+            agree(row[column], value)
+    told = said("results.md", "first third of the sublayers, ", "Training could have undone that")
+    ordinary, faded = (last_layer(name) for name in ("1.0-seed-2", "0.7-seed-2"))
+    mlp = mixing_record("0.7-seed-2")["writers"].index("blocks.0.mlp")
+    left = [mixing_record(name)["alpha_eff"] for name in ("0.7-seed-2", "0.6-seed-0")]
+    shown = points(told.replace("alpha_min 0.7", "").replace("at 0.7", "").replace("at 0.6", ""))
+    agree(shown, 100 * ordinary[mlp], 100 * faded[mlp], *left)
 
 
 def test_runs_from_zero():

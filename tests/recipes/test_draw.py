@@ -28,7 +28,6 @@ def test_every_figure_of_the_results_is_drawn_here(draw, tmp_path: Path) -> None
     drawn = {path.name for path in draw.numbers(tmp_path)}
     assert "choosing-alpha-gain.png" in drawn
     drawn |= {f"{prefix}-{name}.png" for prefix, names in draw.SHOWN.items() for name in names}
-    drawn |= {f"demo-{draw.slug(metric)}.png" for metric in draw.METRICS["demo"]}  # from the runs of `make demo`
     pages = [page for name in ("results.md", "choosing-alpha.md") if (page := DOCS / name).exists()]
     shown = {name for page in pages for name in re.findall(r"\(images/([^)]+)\)", page.read_text())}
     assert shown <= drawn
