@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from residua.data import Preprocessing
+from residua.missing import pip_install
 from residua.nn.weights import unprefixed, unwrap
 
 from .folder import assumed, config_of, from_processor, from_timm, preprocessing_in, set_norms
@@ -92,7 +93,7 @@ def _library(library: str, name: str) -> Any:
     try:
         return import_module(library)
     except ImportError as error:
-        raise ValueError(f"{name} needs {library}, which is not here: pip install 'residua[adapt]'") from error
+        raise ValueError(f"{name} needs {library}, which is not installed: {pip_install(library)}") from error
 
 
 def _unknown(library: str, name: str, known: list[str]) -> ValueError:
