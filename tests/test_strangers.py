@@ -4,9 +4,10 @@ import io
 import json
 import os
 import pickle
+import re
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,19 @@ TEXT = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_a
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
     return tmp_path / "marker"
+
+
+@contextmanager
+def refused(marker: Path, words: str) -> Iterator[None]:
+    """First of all, nothing ran; and then there is an error that says so."""
+    told = None
+    try:
+        yield
+    except Exception as error:
+        told = str(error)
+    assert not marker.exists(), f"its code ran, and then came: {told}"
+    assert told is not None, "it was opened"
+    assert re.search(words, told), told
 
 
 class Bomb:
@@ -82,12 +96,12 @@ def pipeline(tmp_path: Path, marker: Path) -> Path:
 
 def test_a_pipeline_in_a_folder_is_not_opened(pipeline: Path, marker: Path, capsys: Any) -> None:
     pytest.importorskip("diffusers")
-    assert cli.main(["evaluate", f"diffusers:{pipeline}", "--data", "shapes"]) == 2
+    status = cli.main(["evaluate", f"diffusers:{pipeline}", "--data", "shapes"])
     assert not marker.exists()
+    assert status == 2
     assert "names no model of diffusers, but 'DiffusionPipeline'" in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(ValueError, match="names no model of diffusers"):
+    with refused(marker, "names no model of diffusers"):
         residua.load(f"diffusers:{pipeline}")
-    assert not marker.exists()
 
 
 def test_of_diffusers_models_alone_are_opened(pipeline: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,19 +117,18 @@ def test_of_diffusers_models_alone_are_opened(pipeline: Path, marker: Path, monk
             found = getattr(diffusers, kind)
         except AttributeError:  # one that is listed and not there
             found = None
+        except RuntimeError:  # one that cannot be imported with the other libraries that are here
+            continue
         if not (isinstance(found, type) and issubclass(found, diffusers.ModelMixin)):
             others.append(kind)
     assert len(others) > 300
-    assert {"DiffusionPipeline", "AutoPipelineForText2Image", "AutoModel", "DDPMScheduler", "ConfigMixin"} <= {
-        *others[4:]
-    }
+    assert {"DiffusionPipeline", "AutoModel", "DDPMScheduler", "ConfigMixin"} <= {*others[4:]}
     for kind in others:
         (pipeline / "config.json").write_text(json.dumps({"_class_name": kind}))
         for name in (f"diffusers:{pipeline}", "diffusers:owner/name"):
             for pretrained in (True, False):
-                with pytest.raises(ValueError, match=r"names no model of diffusers.*are not opened"):
+                with refused(marker, r"names no model of diffusers.*are not opened"):
                     open_model(name, pretrained=pretrained)
-                assert not marker.exists(), kind
 
 
 # ---------------------------------------------------------------- models of transformers
@@ -158,21 +171,20 @@ def test_a_model_that_is_code_is_not_opened(
 ) -> None:
     pytest.importorskip("transformers")
     name = write_transformers(tmp_path / "model", marker, {"model_type": kind})
-    with pytest.raises(ValueError, match=OWN_CODE if guard else "trust_remote_code|custom code"):
+    with refused(marker, OWN_CODE if guard else "trust_remote_code|custom code"):
         open_model(name, pretrained=pretrained)
-    assert not marker.exists()
 
 
 @pytest.mark.usefixtures("answer")
 def test_a_model_that_is_code_is_refused_at_the_command_line(tmp_path: Path, marker: Path, capsys: Any) -> None:
     pytest.importorskip("transformers")
     name = write_transformers(tmp_path / "model", marker, {"model_type": "evil"})
-    assert cli.main(["evaluate", name, "--data", "shapes"]) == 2
-    printed = capsys.readouterr()
+    status, printed = cli.main(["evaluate", name, "--data", "shapes"]), capsys.readouterr()
+    assert not marker.exists()
+    assert status == 2
     assert "is not run here" in " ".join(printed.err.split())
     assert "published weights" not in printed.err
     assert "[y/N]" not in printed.out + printed.err
-    assert not marker.exists()
 
 
 @pytest.mark.usefixtures("answer")
@@ -185,9 +197,8 @@ def test_code_of_a_part_of_a_model_is_not_run(tmp_path: Path, marker: Path) -> N
     (folder / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": part, "text_config": TEXT}))
     torch.save({"x": torch.ones(1)}, folder / "pytorch_model.bin")
     for pretrained in (True, False):
-        with pytest.raises(ValueError, match=OWN_CODE):
+        with refused(marker, OWN_CODE):
             open_model(f"transformers:{folder}", pretrained=pretrained)
-        assert not marker.exists()
 
 
 @pytest.mark.usefixtures("answer")
@@ -197,8 +208,9 @@ def test_what_the_library_has_a_class_for_is_opened_with_that(tmp_path: Path, ma
     transformers.ViTModel(config).save_pretrained(tmp_path / "model")
     name = write_transformers(tmp_path / "model", marker, config.to_dict())
     for options in ({}, {"pretrained": False}, {"weights": tmp_path / "model" / "model.safetensors"}):
-        assert type(open_model(name, **options)) is transformers.ViTModel
-    assert not marker.exists()
+        model = open_model(name, **options)
+        assert not marker.exists()
+        assert type(model) is transformers.ViTModel
 
 
 @pytest.mark.usefixtures("answer")
@@ -213,10 +225,12 @@ def test_a_processor_that_is_code_is_left_out(
     monkeypatch.setattr(
         transformers.AutoImageProcessor, "from_pretrained", lambda _, **options: own(str(tmp_path / "model"), **options)
     )
-    with pytest.warns(UserWarning, match="its image processor is code, which is not run here"):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         model: Any = open_model("transformers:owner/model", pretrained=False)
-    assert model.preprocessing.mean == pytest.approx((0.485, 0.456, 0.406))
     assert not marker.exists()
+    assert "its image processor is code, which is not run here" in " ".join(str(one.message) for one in told)
+    assert model.preprocessing.mean == pytest.approx((0.485, 0.456, 0.406))
 
 
 @pytest.mark.parametrize("library", names.LIBRARIES)
@@ -247,9 +261,8 @@ def test_pickles_in_a_models_folder_are_not_run(tmp_path: Path, marker: Path) ->
         assert isinstance(open_model(name, pretrained=False), torch.nn.Module)  # but for its weights, it opens
         for zipped in (True, False):
             torch.save(bomb, tmp_path / file, _use_new_zipfile_serialization=zipped)
-            with pytest.raises(ValueError, match="published weights cannot be had"):
+            with refused(marker, "published weights cannot be had"):
                 open_model(name)
-            assert not marker.exists(), name
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -261,9 +274,8 @@ def test_pickles_in_a_file_of_weights_are_not_run(zipped: bool, tmp_path: Path, 
         lambda: open_model("timm:test_vit", weights=file),
     ]  # fmt: skip
     for read in readers:
-        with pytest.raises(ValueError, match="cannot be read as weights"):
+        with refused(marker, "cannot be read as weights"):
             read()
-        assert not marker.exists()
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -273,9 +285,8 @@ def test_a_training_state_is_not_run(zipped: bool, tmp_path: Path, marker: Path)
     folder = write_checkpoint(tmp_path, 1, model, {"step": 1})
     assert read_checkpoint(folder, ema=False)[2] == {"step": 1}
     torch.save({"step": Bomb(marker)}, folder / "training.pt", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(ValueError, match="is damaged or not complete"):
+    with refused(marker, "is damaged or not complete"):
         read_checkpoint(folder, ema=False)
-    assert not marker.exists()
 
 
 def test_settings_are_read_as_plain_yaml(tmp_path: Path, marker: Path) -> None:
@@ -284,12 +295,12 @@ def test_settings_are_read_as_plain_yaml(tmp_path: Path, marker: Path) -> None:
     Pretrain().save(settings)
     settings.write_text(settings.read_text() + f"x: !!python/object/apply:builtins.open [{str(marker)!r}, w]\n")
     for options in ([str(settings)], ["--resume", "--out", str(tmp_path)]):
-        assert cli.main(["pretrain", *options, "--data", "shapes", "--cpu"]) == 2
+        status = cli.main(["pretrain", *options, "--data", "shapes", "--cpu"])
         assert not marker.exists()
+        assert status == 2
     for read in (lambda: read_flat(settings), lambda: _check_whole(Pretrain(), settings)):
-        with pytest.raises(Exception, match="could not determine a constructor"):
+        with refused(marker, "could not determine a constructor"):
             read()
-        assert not marker.exists()
 
 
 # ---------------------------------------------------------------- images and arrays
@@ -317,10 +328,9 @@ def test_pickles_in_arrays_are_not_run(tmp_path: Path, marker: Path) -> None:
         lambda: _checked(bare, [1], ""), lambda: _checked(bare, [1], "", mapped=False),
         lambda: residua.data.load(f"folder:{tmp_path}").train.read(0),
     ]  # fmt: skip
-    for i, read in enumerate(readers):
-        with pytest.raises(Exception, match=r"allow_pickle|damaged|cannot be read|[Pp]ython objects|pickled"):
+    for read in readers:
+        with refused(marker, r"allow_pickle|damaged|cannot be read|[Pp]ython objects|pickled"):
             read()
-        assert not marker.exists(), i
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
@@ -361,7 +371,6 @@ def test_images_of_formats_that_start_programs_are_not_opened(tmp_path: Path, ma
     ]  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for i, read in enumerate(readers):
-            with pytest.raises(ValueError, match=r"are none of JPEG|leads out of the folder|none of the"):
+        for read in readers:
+            with refused(marker, r"are none of JPEG|leads out of the folder|none of the"):
                 read()
-            assert not marker.exists(), i

@@ -266,7 +266,8 @@ def _diffusers(diffusers: Any, name: str, published: bool, **options: Any) -> nn
     described = config_of(file.parent)
     kind = described.get("_class_name")
     cls: Any = getattr(diffusers, kind, None) if isinstance(kind, str) else None
-    if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):  # a pipeline would run a folder's code
+    is_model = isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)
+    if not is_model:  # a pipeline may run code that lies in its folder
         raise ValueError(
             f"diffusers:{name}: its config.json names no model of diffusers, but {kind!r}: pipelines, schedulers and "
             "everything else are not opened"
