@@ -1,4 +1,4 @@
-"""Options that messages and help texts name are there."""
+"""Options that messages and help texts name are there, and nobody is sent to a package of another's."""
 
 import ast
 import re
@@ -26,10 +26,23 @@ TRAINED_ALIKE = ("checkpoint", "health", "loop", "machine", "metrics", "optim", 
 """Files of `residua.train` whose words the user of any of the three commands may read."""
 
 
+def strings_in(file: Path) -> Iterator[str]:
+    """Every string of a file of Python, docstrings too."""
+    nodes = (node.value for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Constant))
+    yield from (value for value in nodes if isinstance(value, str))
+
+
 def named_in(file: Path) -> set[str]:
     """Options that the strings of a file name."""
-    strings = (node.value for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Constant))
-    return {name for text in strings if isinstance(text, str) for name in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
+    return {name for text in strings_in(file) for name in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
+
+
+def fetched_by(text: str) -> list[str]:
+    """What tells pip, or somebody who types for it, to fetch this package by name: it is not on PyPI, where `residua`
+    is another's."""
+    text = " ".join(text.split())
+    named = r"pip3? install [^`;)]*?(?<![\w./-])residua(?![\w.])"
+    return re.findall(rf"{named}|residua(?:[-_]torch)?\[", text)
 
 
 def options_of(kind: Any) -> Iterator[str]:
@@ -62,6 +75,24 @@ def test_every_option_that_is_named_is_one_of_some_command(monkeypatch: pytest.M
         known |= set(options_of(parsed.value.args[0]))
     unknown = {file.name: sorted(named_in(file) - known) for file in ROOT.rglob("*.py")}
     assert {name: options for name, options in unknown.items() if options} == {}
+
+
+def test_nothing_tells_pip_to_fetch_this_package() -> None:
+    for bad in (
+        "pip install residua",
+        "pip install -U\n  'residua-torch>=1'",
+        "get `residua[onnx]`",
+        "residua-torch[x]",
+    ):
+        assert fetched_by(bad)
+    for good in ("pip install .", "`pip install '.[adapt]'`, then residua", "import residua", "residua-torch"):
+        assert not fetched_by(good)
+    top = ROOT.parent
+    pages = [top / "README.md", top / "CONTRIBUTING.md", top / "CHANGELOG.md"]
+    pages += [*(top / "docs").rglob("*.md"), top / "benchmarks" / "README.md"]
+    texts = [(file, text) for file in ROOT.rglob("*.py") for text in strings_in(file)]
+    texts += [(page, page.read_text("utf-8")) for page in pages]
+    assert {str(file): found for file, text in texts if (found := fetched_by(text))} == {}
 
 
 @pytest.mark.parametrize("kind", [Pretrain, Finetune, Diffuse])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -350,18 +351,23 @@ def test_wheel_holds_all_that_the_demo_needs(tmp_path):
     root = Path(__file__).parent.parent
     call = [sys.executable, "-m", "pip", "--quiet", "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(root)]
     subprocess.run(call, check=True)
-    (wheel,) = tmp_path.glob("residua-*.whl")
+    (wheel,) = tmp_path.glob("residua_torch-*.whl")
     site = tmp_path / "site"
     subprocess.run(
         [sys.executable, "-m", "pip", "--quiet", "install", "--no-deps", "--target", str(site), str(wheel)], check=True
     )
-    code = "from residua import cli; print(cli.__file__); exit(cli.main('demo --quick --out d'.split()))"
+    code = (
+        "from importlib.metadata import version; from residua import __version__, cli, missing; print(cli.__file__); "
+        "assert version(missing.DISTRIBUTION) == __version__; print(missing.pip_install('onnx', 'diffusers')); "
+        "exit(cli.main('demo --quick --out d'.split()))"
+    )
     env = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert str(site) in done.stdout
+    assert re.search(r"pip install 'onnx>=[\d.]+' 'diffusers>=[\d.]+'", done.stdout)
     assert (tmp_path / "d" / "report.html").stat().st_size > 10_000
 
 

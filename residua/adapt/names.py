@@ -6,16 +6,18 @@
 | `torchvision:` | a model of torchvision | `pretrained=False` |
 | `transformers:` | a folder, or a repository of the Hub | `pretrained=False`, also by type alone: `transformers:vit` |
 | `diffusers:` | a folder, or a repository of the Hub | `pretrained=False` |
+
+Python code that a folder or repository brings is never run, and there is no option that would.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from residua.data import Preprocessing
+from residua.missing import pip_install
 from residua.nn.weights import unprefixed, unwrap
 
 from .folder import assumed, config_of, from_processor, from_timm, preprocessing_in, set_norms
@@ -61,13 +64,17 @@ def open_model(
         raise ValueError(f"there are no weights at {file}")
     if file is not None and pretrained:
         raise ValueError("weights of a file or published ones (pretrained=True): give one of the two")
+    if _TRUST in options:
+        raise _own_code(name)
     published = file is None if pretrained is None else pretrained
     openers: dict[str, Callable[..., nn.Module]] = {
         "timm": _timm, "torchvision": _torchvision, "transformers": _transformers, "diffusers": _diffusers,
     }  # fmt: skip
-    model = openers[library](_library(library, name), inner, published, **options)
-    if file is not None:
-        _load(model, file, name)
+    module = _library(library, name)
+    with _without_code(name) if library == "transformers" else nullcontext():
+        model = openers[library](module, inner, published, **options)
+        if file is not None:
+            _load(model, file, name)
     set_norms(model, written(library, inner, model))
     setattr(model, SOURCE, {"name": name, **options})
     return model.eval()
@@ -92,7 +99,7 @@ def _library(library: str, name: str) -> Any:
     try:
         return import_module(library)
     except ImportError as error:
-        raise ValueError(f"{name} needs {library}, which is not here: pip install 'residua[adapt]'") from error
+        raise ValueError(f"{name} needs {library}, which is not installed: {pip_install(library)}") from error
 
 
 def _unknown(library: str, name: str, known: list[str]) -> ValueError:
@@ -164,6 +171,33 @@ def _torchvision(torchvision: Any, name: str, published: bool, **options: Any) -
 
 # ---------------------------------------------------------------- transformers and diffusers
 
+_TRUST = "trust_remote_code"
+"""Named in every error of transformers about code that a folder brings."""
+
+
+def _own_code(name: str) -> ValueError:
+    return ValueError(
+        f"{name}: the code that a folder or repository brings is not run here, and without it there is no class for "
+        "this model. If you trust it, build the model in Python and pass the module in place of its name"
+    )
+
+
+@contextmanager
+def _without_code(name: str) -> Iterator[None]:
+    """transformers' refusals of a folder's code in words of ours. Where a model is made of others (a vision tower), it
+    would ask on the terminal whether to run their code, whatever it was told of the whole: given no time for an answer,
+    it refuses."""
+    code: Any = import_module("transformers.dynamic_module_utils")
+    before, code.TIME_OUT_REMOTE_CODE = code.TIME_OUT_REMOTE_CODE, 0
+    try:
+        yield
+    except Exception as error:
+        if _TRUST in f"{error} {error.__cause__}":
+            raise _own_code(name) from error
+        raise
+    finally:
+        code.TIME_OUT_REMOTE_CODE = before
+
 
 def _transformers(transformers: Any, name: str, published: bool, **options: Any) -> nn.Module:
     folder = Path(name).expanduser()
@@ -172,7 +206,7 @@ def _transformers(transformers: Any, name: str, published: bool, **options: Any)
     where = str(folder) if folder.exists() else name
     if published:
         opened = transformers.AutoModel.from_pretrained
-        model = _published(f"transformers:{name}", lambda: _unpooled(opened, where, **options))
+        model = _published(f"transformers:{name}", lambda: _unpooled(opened, where, trust_remote_code=False, **options))
     else:
         types = import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
         if not folder.exists() and name in types:
@@ -181,9 +215,10 @@ def _transformers(transformers: Any, name: str, published: bool, **options: Any)
             raise _unknown("transformers", name, list(types))
         else:
             config = _published(
-                f"transformers:{name}", lambda: transformers.AutoConfig.from_pretrained(where, **options)
+                f"transformers:{name}",
+                lambda: transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, **options),
             )
-        model = _unpooled(transformers.AutoModel.from_config, config)
+        model = _unpooled(transformers.AutoModel.from_config, config, trust_remote_code=False)
     model = getattr(model, "vision_model", model)  # of two towers, the one that sees images
     if hasattr(model.config, "mask_ratio"):
         model.config.mask_ratio = 0.0  # ViTMAE would hide patches in evaluation too
@@ -212,9 +247,11 @@ def _processor(
     if "/" not in where:
         return from_processor({}, size, channels)
     try:
-        found = transformers.AutoImageProcessor.from_pretrained(where).to_dict()
+        found = transformers.AutoImageProcessor.from_pretrained(where, trust_remote_code=False).to_dict()
     except Exception as error:  # the weights are here, a processor is not
-        return assumed(where, size, channels, str(error).strip().partition("\n")[0][:200])
+        why = str(error).strip().partition("\n")[0][:200]
+        own = _TRUST in str(error)
+        return assumed(where, size, channels, "its image processor is code, which is not run here" if own else why)
     return from_processor(found, size, channels)
 
 
@@ -226,10 +263,15 @@ def _diffusers(diffusers: Any, name: str, published: bool, **options: Any) -> nn
         part, file = _denoiser_in(name)
     else:
         part, file = _published(f"diffusers:{name}", lambda: _denoiser_of(name))
-    described = json.loads(file.read_text("utf-8"))
-    cls = getattr(diffusers, described.get("_class_name", ""), None)
-    if cls is None:
-        raise ValueError(f"diffusers:{name}: its config.json names no model of diffusers")
+    described = config_of(file.parent)
+    kind = described.get("_class_name")
+    cls: Any = getattr(diffusers, kind, None) if isinstance(kind, str) else None
+    is_model = isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)
+    if not is_model:  # a pipeline may run code that lies in its folder
+        raise ValueError(
+            f"diffusers:{name}: its config.json names no model of diffusers, but {kind!r}: pipelines, schedulers and "
+            "everything else are not opened"
+        )
     if not published:
         return cls.from_config({**described, **options})
     where = {"subfolder": part} if part else {}

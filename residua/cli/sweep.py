@@ -46,7 +46,7 @@ Of diffusion models, which are probed by block and noise level when they are tra
   --probe, --times, --layers, --k, --limit    as in residua evaluate
   --score N           also FID of N samples, by --fid-extractor and --fid-weights
 
-On a Ray cluster (pip install 'residua[ray]'; folder and images where all its machines see them):
+On a Ray cluster (needs Ray; folder and images where all its machines see them):
   --on ray            as many at once as fit, at most --jobs
   --ray-address A     of the cluster, or auto; default: this machine alone
   --gpus-per-run G    0.5: two on each GPU (default: one where there are any)

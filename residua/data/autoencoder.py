@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from residua.data.errors import DataError
+from residua.missing import pip_install
 
 KINDS = ("AutoencoderKL", "AutoencoderTiny")
 COLOUR = 3
@@ -115,7 +116,7 @@ def _open(name: str) -> Autoencoder:
     except ImportError as error:
         raise DataError(
             f"the autoencoder {name} is read by the diffusers library, which is not installed: "
-            "pip install 'residua[latents]'"
+            f"{pip_install('diffusers')}"
         ) from error
     folder = Path(name).expanduser()
     if not folder.exists() and not _HUB.fullmatch(name):

@@ -28,6 +28,7 @@ from residua.data.errors import did_you_mean
 from residua.export import graph, hub, plain, stock
 from residua.export.clean import Checked, Export, check, real_images, relative
 from residua.export.fold import ExportError, Folded, fold_resnet, fold_vit
+from residua.missing import pip_install
 from residua.nn import MAE, Classifier, ResNet, ViT
 from residua.train.checkpoint import load, save_model, weights_file
 
@@ -70,9 +71,9 @@ TARGETS: dict[str, tuple[Writer, str]] = {
 FILES = (*stock.FILES, *graph.FILES)
 """What the targets write. A hub folder has more: a card, and two folders."""
 NEEDS = {
-    "transformers": (("transformers",), "pip install transformers"),
-    "transformers-mae": (("transformers",), "pip install transformers"),
-    "onnx": (("onnx", "onnxscript", "onnxruntime"), "pip install 'residua[onnx]'"),
+    "transformers": ("transformers",),
+    "transformers-mae": ("transformers",),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
 }
 
 
@@ -215,7 +216,7 @@ def _hub(
     if isinstance(model, MAE | ViT | Classifier):
         stocks = [("timm", ""), ("transformers", "transformers")]
         if not _has(("transformers",)):
-            notes.append("without weights for transformers, which is not installed: pip install transformers")
+            notes.append(f"without weights for transformers, which is not installed: {pip_install('transformers')}")
             stocks.pop()
     if not stocks:
         notes.append(f"no stock library has a {type(model).__name__}: the folder holds our checkpoint and the card")
@@ -271,6 +272,6 @@ def _has(modules: tuple[str, ...]) -> bool:
 
 
 def _installed(to: str) -> None:
-    modules, command = NEEDS.get(to, ((), ""))
+    modules = NEEDS.get(to, ())
     if not _has(modules):
-        raise ExportError(f"--to {to} needs {', '.join(modules)}: {command}")
+        raise ExportError(f"--to {to} needs {', '.join(modules)}: {pip_install(*modules)}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from residua.missing import pip_install
 from residua.recipes.sweep import OnTrial, Sweep, Trial, carry_out, note_end
 
 _GRACE = 60.0  # seconds that interrupted runs have to save where they are
@@ -24,7 +25,7 @@ def open_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ValueError("--on ray needs Ray, which is not installed: pip install 'residua[ray]'") from error
+        raise ValueError(f"--on ray needs Ray, which is not installed: {pip_install('ray')}") from error
     return ray
 
 
