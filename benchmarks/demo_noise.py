@@ -30,7 +30,7 @@ RUN = (
     "demo(Path(sys.argv[1]), seed=int(sys.argv[2]))"
 )
 UNCLAIMED = (
-    ("linear probe", "fading", "plain"), ("kNN", "fading", "plain"), ("kNN", "plain", "pixels"),
+    ("linear probe", "fading", "plain"), ("kNN", "fading", "plain"), ("kNN", "fading", "pixels"),
     ("accuracy", "shortcuts", "no shortcuts"),
 )  # fmt: skip
 """Comparisons that the page does not make, to be looked at."""

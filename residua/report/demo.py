@@ -77,7 +77,7 @@ class Claim(NamedTuple):
 
 
 ENCODER = (
-    Claim("linear probe", PLAIN, RANDOM), Claim("linear probe", PLAIN, PIXELS), Claim("kNN", PLAIN, RANDOM),
+    Claim("linear probe", FADING, RANDOM), Claim("linear probe", FADING, PIXELS), Claim("kNN", FADING, RANDOM),
 )  # fmt: skip
 LAST_LAYER = Claim(EMBEDDING, PLAIN, FADING), Claim(ECHO, PLAIN, FADING)
 ALIGNMENT = Claim("RA1 line shape", NONE, SHORTCUTS), Claim("RA2 diagonal share", SHORTCUTS, NONE)
@@ -95,7 +95,7 @@ class Found:
     anatomy: dict[str, Anatomy]
 
     def numbers(self) -> Numbers:
-        own = self.reports[PLAIN]
+        own = self.reports[FADING]
         scores: Numbers = {}
         for metric in ("linear probe", "kNN", "entropy rank"):
             scores[metric] = {name: report.value(metric) for name, report in self.reports.items()}
@@ -212,7 +212,7 @@ def _blocks(folder: Path, seed: int, quick: bool) -> tuple[dict[str, float], dic
 
 # ---------------------------------------------------------------- what is shown
 
-_COLUMNS = (PLAIN, RANDOM, PIXELS)
+_COLUMNS = (FADING, RANDOM, PIXELS)
 _UNITS = {"linear probe": " %", "kNN": " %", "entropy rank": " nats"}
 
 
@@ -255,7 +255,7 @@ def _page(out: Path, found: Found, numbers: Numbers, splits: Splits, quick: bool
     if quick:
         page.paragraph("This is the quick version: a handful of steps, numbers without meaning.", note=True)
     page.paragraph(_said(numbers, LAST_LAYER))
-    page.code(f'mix = residua.mixing(residua.load("{out / PLAIN}"), images); mix.figure(), mix.echo, mix.shares')
+    page.code(f'mix = residua.mixing(residua.load("{out / FADING}"), images); mix.figure(), mix.echo, mix.shares')
     _encoder(page, out, found, numbers, splits)
     _alignment(page, found, numbers)
     page.heading("Your own photos")
@@ -279,27 +279,27 @@ def _page(out: Path, found: Found, numbers: Numbers, splits: Splits, quick: bool
 def _encoder(page: Page, out: Path, found: Found, numbers: Numbers, splits: Splits) -> None:
     page.heading("An encoder from images without labels")
     page.paragraph(
-        f"The ordinary one, after {read_metrics(out / PLAIN)[-1]['step']:,} steps on {len(splits.train):,} drawings of "
+        f"The fading one, after {read_metrics(out / FADING)[-1]['step']:,} steps on {len(splits.train):,} drawings of "
         "shapes. Its features are frozen and read in two ways: by a linear classifier (probe) and by a vote of nearest "
         "neighbours (kNN). Beside it stands what costs nothing: the same network with random weights, and the pixels."
     )
-    report = found.reports[PLAIN]
+    report = found.reports[FADING]
     caption = (
         f"{report.n_train:,} training and {report.n_test:,} test images, ten classes; mean of all tokens of the last "
         "block, for the probe of the block that held-out training images chose."
     )
     page.table(_HEADER, _rows(numbers), caption=caption)
     page.paragraph(_said(numbers, ENCODER))
-    page.code(f"residua evaluate {out / PLAIN} --layers all")
-    model = found.models[PLAIN]
+    page.code(f"residua evaluate {out / FADING} --layers all")
+    model = found.models[FADING]
     hidden = (
         f"{100 * model.mask_ratio:.0f} % of the patches are hidden (grey), and the network fills them in. Mean and "
         "contrast of each patch are borrowed from the truth."
     )
     page.figures((gallery.reconstructions({"filled in": model}, splits), hidden))
-    page.code(f'residua.report.gallery.reconstructions("{out / PLAIN}", "shapes")')
-    neighbors(page, {PLAIN: report}, splits)
-    page.code(f'residua.report.gallery.neighbors("{out / PLAIN}", "shapes", [0, 1, 2])')
+    page.code(f'residua.report.gallery.reconstructions("{out / FADING}", "shapes")')
+    neighbors(page, {FADING: report}, splits)
+    page.code(f'residua.report.gallery.neighbors("{out / FADING}", "shapes", [0, 1, 2])')
 
 
 def _alignment(page: Page, found: Found, numbers: Numbers) -> None:

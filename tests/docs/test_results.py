@@ -59,9 +59,9 @@ def test_demo():
     page = (ROOT / "docs" / "results.md").read_text()
     assert noise.table(json.loads((RECORDS / "demo-noise.json").read_text())) in page
     gains = said("results.md", "Pretraining is worth", "over random weights; raw pixels stay ahead in kNN")
-    gaps = [spread(score, "plain")[0] - spread(score, "random init")[0] for score in (PROBE, KNN)]
+    gaps = [spread(score, "fading")[0] - spread(score, "random init")[0] for score in (PROBE, KNN)]
     agree(gains, *gaps)
-    assert all(run["numbers"][KNN]["pixels"] > run["numbers"][KNN]["plain"] for run in demos())
+    assert all(run["numbers"][KNN]["pixels"] > run["numbers"][KNN]["fading"] for run in demos())
     probes = [run["numbers"][PROBE]["fading"] - run["numbers"][PROBE]["plain"] for run in demos()]
     assert min(probes) < 0 < max(probes)
 

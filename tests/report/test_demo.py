@@ -27,11 +27,11 @@ def test_one_page_and_one_table(quick_demo: Any, read_page: Callable[[Path], Any
     console.print(table)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     numbers = json.loads((page.parent / "numbers.json").read_text())["numbers"]
-    report = read_run(page.parent / "plain").evaluation
+    report = read_run(page.parent / "fading").evaluation
     assert report is not None
     assert len(report.layers) == QUICK["depth"]
     for metric, unit in (("linear probe", "%"), ("kNN", "%"), ("entropy rank", "nats")):
-        for subject, name in (("model", "plain"), ("random init", "random init"), ("pixels", "pixels")):
+        for subject, name in (("model", "fading"), ("random init", "random init"), ("pixels", "pixels")):
             assert numbers[metric][name] == report.value(metric, subject)
             shown = f"{numbers[metric][name]:.{2 if unit == 'nats' else 1}f} {unit}"
             assert shown in found.text
@@ -143,7 +143,7 @@ def test_a_claim_that_fails_in_this_run_is_told() -> None:
     numbers = runs()[0]["numbers"]
     held = _said(numbers, CLAIMS)
     assert "not above" not in held
-    numbers["kNN"]["plain"] = 1.0
+    numbers["kNN"]["fading"] = 1.0
     assert f"kNN: 1.0, not above random weights ({numbers['kNN']['random init']:.1f})." in _said(numbers, CLAIMS)
 
 
