@@ -185,7 +185,7 @@ def test_a_processor_that_the_hub_does_not_give_is_told(tmp_path: Path, monkeypa
     config = transformers.ViTConfig(**VIT, image_size=32)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: config)
 
-    def gone(*_: Any) -> Any:
+    def gone(*_: Any, **__: Any) -> Any:
         raise OSError("the Hub is out of reach\nand more")
 
     monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", gone)
