@@ -32,6 +32,7 @@ class Still:
     """A feed of one batch."""
 
     resident = True
+    cuts = False
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch

@@ -8,11 +8,12 @@ for batch in feed.iterate(torch.randperm(len(feed)).split(256)):
 """
 
 from residua.data import rng
-from residua.data.augment import Batch, center_view, train_view
+from residua.data.augment import Batch, Crops, center_view, train_view
 from residua.data.catalog import NAMES, load
 from residua.data.describe import describe
 from residua.data.errors import BadImage, DataError
-from residua.data.feed import Feed
+from residua.data.feed import Feed, views
+from residua.data.order import Order
 from residua.data.preprocess import Preprocessing
 from residua.data.preview import preview
 from residua.data.source import Source, Splits, count_shared
@@ -21,8 +22,10 @@ __all__ = [
     "NAMES",
     "BadImage",
     "Batch",
+    "Crops",
     "DataError",
     "Feed",
+    "Order",
     "Preprocessing",
     "Source",
     "Splits",
@@ -33,4 +36,5 @@ __all__ = [
     "preview",
     "rng",
     "train_view",
+    "views",
 ]

@@ -36,7 +36,7 @@ class ArraySource(Source):
     def __len__(self) -> int:
         return len(self.images)
 
-    def read(self, i: int, target: int | None = None) -> np.ndarray:
+    def read(self, i: int, target: int | None = None, data: bytes | None = None) -> np.ndarray:
         return decode.shrink(self.images[i], target)
 
     def size(self, i: int) -> tuple[int, int]:

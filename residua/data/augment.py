@@ -1,18 +1,21 @@
-"""Random resized crop, flip and normalisation of a whole batch on its device.
+"""Random resized crop, flip and normalisation: which part of an image is seen, and how it is resized.
 
 A crop followed by a resize is linear and separable: `out = Wy @ x @ Wx^T` with one small matrix per image and
-axis. So a batch of different crops is two batched matrix products: no loop over images, no shapes that depend
-on data, no synchronisation with the host.
+axis. So on a GPU a batch of different crops is two batched matrix products: no loop over images, no shapes that depend
+on data, no synchronisation with the host (`resample`). On a CPU each image is resized by itself, with the same filter,
+by torch's antialiased kernel, which keeps uint8 (`Crops.cut`): whether a decoding worker does that or the training
+process, the pixels are the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from residua.data.rng import uniform
@@ -21,6 +24,7 @@ ImgSize = int | tuple[int, int]
 CropMode = Literal["center", "squash"]
 PerChannel = Sequence[float] | Tensor
 
+INTERPOLATIONS = ("bicubic", "bilinear")
 _ATTEMPTS = 10  # as torchvision's RandomResizedCrop
 _FAR = 1e4  # a distance in pixels beyond every kernel
 CROP_LANES = 2 * _ATTEMPTS + 2
@@ -28,11 +32,65 @@ CROP_LANES = 2 * _ATTEMPTS + 2
 
 @dataclass
 class Batch:
-    """Images on a device, each in the top left corner of a common canvas."""
+    """Images on a device, each in the top left corner of a common canvas, or the views that training sees of them."""
 
     pixels: Tensor  # (B, C, H, W) uint8, or float32 in [0, 1]
     sizes: Tensor  # (B, 2) int64: height and width of the image on its canvas
     index: Tensor  # (B,) int64: number of the image in its source
+    cut: bool = False  # whether the pixels are views already: cropped, resized and mirrored
+
+
+@dataclass(frozen=True)
+class Crops:
+    """The training views of images: a random resized crop, mirrored or not, of `img_size` = (height, width).
+
+    Box and mirroring are a function of (seed, epoch, image number), and of the size of the image. `central` views show
+    the central square instead of a random part, as `center_view` does.
+    """
+
+    img_size: tuple[int, int]
+    seed: int = 0
+    scale: tuple[float, float] = (0.2, 1.0)
+    flip: bool = True
+    interpolation: str = "bicubic"
+    central: bool = False
+
+    def boxes(self, index: Tensor, epoch: Tensor | int, sizes: Tensor) -> Tensor:
+        """Boxes (B, 4) = (top, left, height, width), in whole pixels."""
+        u = uniform(self.seed, epoch, index, CROP_LANES, "crop")
+        return random_resized_crop_boxes(u, sizes, self.scale)
+
+    def mirrored(self, index: Tensor, epoch: Tensor | int) -> Tensor | None:
+        """(B,) bool: which views are mirrored; None where none are."""
+        return uniform(self.seed, epoch, index, 1, "flip")[:, 0] < 0.5 if self.flip else None
+
+    def cut(self, images: Iterable[Tensor], index: Tensor, epoch: Tensor | int, sizes: Tensor) -> Tensor:
+        """Views (B, C, h, w) of images (C, H, W) of these sizes (B, 2) on the CPU; uint8 and float32 stay what they
+        are. In memory channels come last, as decoders write them."""
+        mirrored = self.mirrored(index, epoch)
+        if self.central:
+            return _resized_centers(images, sizes, self.img_size, self.interpolation, flip=mirrored)
+        boxes = self.boxes(index, epoch, sizes).long().tolist()
+        parts = (image[:, top : top + h, left : left + w] for image, (top, left, h, w) in zip(images, boxes))
+        views = (_resize(part, self.img_size, self.interpolation) for part in parts)
+        return _stacked(views, mirrored, len(sizes))
+
+    def __call__(self, batch: Batch, epoch: Tensor | int) -> Tensor:
+        """The views of a batch on its device: float32 (B, C, h, w); uint8 pixels become [0, 1]."""
+        if batch.cut:
+            return _unit(batch.pixels)
+        if batch.pixels.device.type == "cpu":
+            return self._on_cpu(batch, epoch)
+        mirrored = self.mirrored(batch.index, epoch)
+        if self.central:
+            boxes = center_boxes(batch.sizes, self.img_size)
+            return resample(batch.pixels, boxes, self.img_size, mirrored, self.interpolation, batch.sizes)
+        boxes = self.boxes(batch.index, epoch, batch.sizes)
+        return resample(batch.pixels, boxes, self.img_size, mirrored, self.interpolation)
+
+    @torch.compiler.disable
+    def _on_cpu(self, batch: Batch, epoch: Tensor | int) -> Tensor:
+        return _unit(self.cut(_images(batch), batch.index, epoch, batch.sizes))
 
 
 def pair(img_size: ImgSize) -> tuple[int, int]:
@@ -49,9 +107,11 @@ def random_resized_crop_boxes(
     """Boxes (B, 4) = (top, left, height, width), distributed as torchvision's `RandomResizedCrop`.
 
     `u` holds `CROP_LANES` uniforms per image: area and aspect of ten attempts, then the position. The first
-    attempt that fits is taken; if none does, the largest central box of an allowed aspect.
+    attempt that fits is taken; if none does, the largest central box of an allowed aspect. Computed in float64 where
+    the device has it, so that no box depends on how a processor rounds.
     """
-    height, width = sizes[:, 0:1].float(), sizes[:, 1:2].float()
+    exact = torch.float32 if u.device.type == "mps" else torch.float64
+    u, height, width = u.to(exact), sizes[:, 0:1].to(exact), sizes[:, 1:2].to(exact)
     area = height * width * (scale[0] + (scale[1] - scale[0]) * u[:, :_ATTEMPTS])
     low, high = math.log(ratio[0]), math.log(ratio[1])
     aspect = torch.exp(low + (high - low) * u[:, _ATTEMPTS : 2 * _ATTEMPTS])
@@ -68,7 +128,8 @@ def random_resized_crop_boxes(
     room_y, room_x = height - h, width - w
     top = torch.where(found, _below(u[:, -2:-1], room_y + 1), torch.floor((height - fallback_h) / 2))
     left = torch.where(found, _below(u[:, -1:], room_x + 1), torch.floor((width - fallback_w) / 2))
-    return torch.cat([top, left, torch.where(found, h, fallback_h), torch.where(found, w, fallback_w)], dim=1)
+    boxes = torch.cat([top, left, torch.where(found, h, fallback_h), torch.where(found, w, fallback_w)], dim=1)
+    return boxes.float()
 
 
 def uncropped(side: int, crop_pct: float) -> int:
@@ -84,6 +145,18 @@ def center_boxes(sizes: Tensor, out_size: ImgSize, crop_pct: float = 1.0, crop_m
     itself. With `crop_mode="squash"` each side is resized for itself, and images are stretched.
     """
     out_h, out_w = pair(out_size)
+    resized_h, resized_w, top, left = _center_geometry(sizes, out_size, crop_pct, crop_mode)
+    height, width = sizes[:, 0], sizes[:, 1]
+    return torch.stack(
+        [top * height / resized_h, left * width / resized_w, out_h * height / resized_h, out_w * width / resized_w], 1
+    )
+
+
+def _center_geometry(
+    sizes: Tensor, out_size: ImgSize, crop_pct: float = 1.0, crop_mode: CropMode = "center"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Height and width (B,) that images are resized to, and where in that the output begins: top and left."""
+    out_h, out_w = pair(out_size)
     tall, wide = uncropped(out_h, crop_pct), uncropped(out_w, crop_pct)
     height, width = sizes[:, 0], sizes[:, 1]
     if crop_mode == "squash":
@@ -94,10 +167,7 @@ def center_boxes(sizes: Tensor, out_size: ImgSize, crop_pct: float = 1.0, crop_m
     else:
         unit = torch.minimum(height / tall, width / wide)
         resized_h, resized_w = torch.round(height / unit), torch.round(width / unit)
-    top, left = torch.round((resized_h - out_h) / 2), torch.round((resized_w - out_w) / 2)
-    return torch.stack(
-        [top * height / resized_h, left * width / resized_w, out_h * height / resized_h, out_w * width / resized_w], 1
-    )
+    return resized_h, resized_w, torch.round((resized_h - out_h) / 2), torch.round((resized_w - out_w) / 2)
 
 
 def resample(
@@ -112,31 +182,25 @@ def resample(
 
     Equals torchvision's `resized_crop(..., antialias=True)` image by image: pixels that a box does not touch have no
     part in it. With `within`, the sizes (B, 2) of the images, it equals PIL's resize of the whole image, cropped
-    afterwards: what lies beside a box counts at its edges. uint8 becomes [0, 1] (clamped where bicubic overshoots, as
-    PIL and torchvision do); floats keep their range. `flip` (B,) bool mirrors.
+    afterwards: what lies beside a box counts at its edges. uint8 becomes [0, 1] in steps of 1/255, rounded and clamped
+    after each axis, as PIL and torchvision do; floats keep their range. `flip` (B,) bool mirrors.
     """
     batch, channels, height, width = pixels.shape
     out_h, out_w = pair(out_size)
     top, left, h, w = boxes.to(torch.float32).unbind(1)
     all_h, all_w = (None, None) if within is None else within.to(torch.float32).unbind(1)
-    whole = within is not None and pixels.dtype == torch.uint8  # PIL has whole numbers after each axis
+    whole = pixels.dtype == torch.uint8  # PIL and torchvision have whole numbers after each axis
     with torch.autocast(pixels.device.type, enabled=False):
         wy = _weights(top, h, height, out_h, interpolation, within=all_h)  # (B, out_h, H)
         wx = _weights(left, w, width, out_w, interpolation, flip, all_w)  # (B, out_w, W)
         x = pixels.to(torch.float32)
-        if pixels.dtype == torch.uint8:
-            wy = wy / 255
         # One product per image and axis, all channels at once; the axes end up swapped and are put back.
         x = torch.bmm(wx, x.reshape(batch, channels * height, width).transpose(1, 2))  # (B, w, C H)
         if whole:
             x = x.clamp_(0, 255).round_()
         x = torch.bmm(x.reshape(batch, out_w * channels, height), wy.transpose(1, 2))  # (B, w C, h)
         x = x.reshape(batch, out_w, channels, out_h).permute(0, 2, 3, 1)
-    if whole:
-        x = (x * 255).round_() / 255
-    if pixels.dtype == torch.uint8 and interpolation == "bicubic":
-        x = x.clamp(0, 1)
-    return x
+    return x.clamp_(0, 255).round_() / 255 if whole else x
 
 
 def train_view(
@@ -155,10 +219,8 @@ def train_view(
 
     Crop and flip depend only on (seed, epoch, image index), not on the batch, process or device.
     """
-    u = uniform(seed, epoch, batch.index, CROP_LANES, "crop")
-    boxes = random_resized_crop_boxes(u, batch.sizes, scale)
-    mirrored = uniform(seed, epoch, batch.index, 1, "flip")[:, 0] < 0.5 if flip else None
-    return normalize(resample(batch.pixels, boxes, img_size, mirrored, interpolation), mean, std)
+    crops = Crops(pair(img_size), seed, scale, flip, interpolation)
+    return normalize(crops(batch, epoch), mean, std)
 
 
 def center_view(
@@ -172,6 +234,8 @@ def center_view(
     flip: Tensor | None = None,
 ) -> Tensor:
     """Resize, central crop, normalise: float32 (B, C, h, w), as timm and torchvision do it; `flip` (B,) mirrors."""
+    if batch.pixels.device.type == "cpu":
+        return normalize(_centers_on_cpu(batch, img_size, interpolation, crop_pct, crop_mode, flip), mean, std)
     boxes = center_boxes(batch.sizes, img_size, crop_pct, crop_mode)
     return normalize(resample(batch.pixels, boxes, img_size, flip, interpolation, batch.sizes), mean, std)
 
@@ -187,6 +251,66 @@ def per_channel(values: PerChannel, like: Tensor) -> Tensor:
     if not isinstance(values, Tensor):
         values = torch.cat([like.new_full((1,), float(value)) for value in values])
     return values.to(like).reshape(-1, 1, 1)
+
+
+def _images(batch: Batch) -> Iterable[Tensor]:
+    """Each image (C, H, W) of a batch, without the canvas around it."""
+    return (image[:, :height, :width] for image, (height, width) in zip(batch.pixels, batch.sizes.tolist()))
+
+
+def _unit(pixels: Tensor) -> Tensor:
+    return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
+
+
+def _resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
+    """(C, H, W) on the CPU -> (C, h, w), antialiased as PIL does it, uint8 rounded as PIL does."""
+    if interpolation not in INTERPOLATIONS:
+        raise ValueError(f"interpolation {interpolation!r}, expected 'bicubic' or 'bilinear'")
+    return F.interpolate(image[None], size, mode=interpolation, antialias=True)[0]
+
+
+@torch.compiler.disable
+def _centers_on_cpu(
+    batch: Batch,
+    img_size: ImgSize,
+    interpolation: str,
+    crop_pct: float,
+    crop_mode: CropMode,
+    flip: Tensor | None,
+) -> Tensor:
+    images = _images(batch)
+    return _unit(_resized_centers(images, batch.sizes, img_size, interpolation, crop_pct, crop_mode, flip))
+
+
+def _resized_centers(
+    images: Iterable[Tensor],
+    sizes: Tensor,
+    out_size: ImgSize,
+    interpolation: str,
+    crop_pct: float = 1.0,
+    crop_mode: CropMode = "center",
+    flip: Tensor | None = None,
+) -> Tensor:
+    """What `center_boxes` shows, (B, C, h, w): each image is resized as a whole, and cropped then."""
+    out_h, out_w = pair(out_size)
+    geometry = torch.stack(_center_geometry(sizes, out_size, crop_pct, crop_mode), 1).long().tolist()
+    resized = (
+        _resize(image, (height, width), interpolation)[:, top : top + out_h, left : left + out_w]
+        for image, (height, width, top, left) in zip(images, geometry)
+    )
+    return _stacked(resized, flip, len(sizes))
+
+
+def _stacked(views: Iterable[Tensor], flip: Tensor | None, count: int) -> Tensor:
+    """Views (C, h, w) as one batch (B, C, h, w), channels last in memory, some of them mirrored."""
+    out = torch.empty(0)
+    mirrored = [False] * count if flip is None else flip.tolist()
+    for k, (view, mirror) in enumerate(zip(views, mirrored)):
+        last = view.permute(1, 2, 0)
+        if k == 0:
+            out = torch.empty((count, *last.shape), dtype=last.dtype)
+        out[k] = last.flip(1) if mirror else last
+    return out.permute(0, 3, 1, 2)
 
 
 def _below(u: Tensor, n: Tensor) -> Tensor:

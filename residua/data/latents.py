@@ -61,7 +61,7 @@ class LatentSource(Source):
     def __len__(self) -> int:
         return len(self.index)
 
-    def read(self, i: int, target: int | None = None) -> np.ndarray:
+    def read(self, i: int, target: int | None = None, data: bytes | None = None) -> np.ndarray:
         return np.ascontiguousarray(self.rows[i].reshape(self.channels, self.height, self.width).transpose(1, 2, 0),
                                     dtype=np.float32)  # fmt: skip
 

@@ -120,7 +120,7 @@ def to_canvas(
     """
     if isinstance(canvas, int):
         canvas = canvas_for([image.shape[:2] for image in images], canvas)
-    images = [_fit(image, *canvas, squash) for image in images]
+    images = [fit(image, *canvas, squash) for image in images]
     plain = all(image.dtype == np.uint8 for image in images)
     if plain and all(image.shape[:2] == canvas for image in images):
         stacked = np.stack(images)
@@ -133,7 +133,8 @@ def to_canvas(
     return torch.from_numpy(stacked).permute(0, 3, 1, 2).contiguous(), sizes
 
 
-def _fit(image: np.ndarray, height: int, width: int, squash: bool) -> np.ndarray:
+def fit(image: np.ndarray, height: int, width: int, squash: bool = False) -> np.ndarray:
+    """An image that is no larger than a canvas, as `to_canvas` lays it there."""
     h, w = image.shape[:2]
     if h <= height and w <= width:
         return image

@@ -47,7 +47,7 @@ class ShapesSource(Source):
     def __len__(self) -> int:
         return self._n
 
-    def read(self, i: int, target: int | None = None) -> np.ndarray:
+    def read(self, i: int, target: int | None = None, data: bytes | None = None) -> np.ndarray:
         return decode.shrink(self._block(i // _BLOCK).images[i % _BLOCK], target)
 
     def mask(self, i: int) -> np.ndarray | None:

@@ -63,8 +63,13 @@ class Source(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def read(self, i: int, target: int | None = None) -> np.ndarray:
-        """Image `i` as (H, W, C); with `target`, shrunk if it is much larger (see `decode.shrunk_size`)."""
+    def read(self, i: int, target: int | None = None, data: bytes | None = None) -> np.ndarray:
+        """Image `i` as (H, W, C); with `target`, shrunk if it is much larger (see `decode.shrunk_size`). `data` is what
+        `fetch` gave of it."""
+
+    def fetch(self, i: int) -> bytes | None:
+        """The encoded bytes of image `i`, for `read`; None where it has none, or they cannot be had."""
+        return None
 
     @abstractmethod
     def size(self, i: int) -> tuple[int, int]:
@@ -201,8 +206,11 @@ class Subset(Source):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def read(self, i: int, target: int | None = None) -> np.ndarray:
-        return self.parent.read(int(self.indices[i]), target)
+    def read(self, i: int, target: int | None = None, data: bytes | None = None) -> np.ndarray:
+        return self.parent.read(int(self.indices[i]), target, data)
+
+    def fetch(self, i: int) -> bytes | None:
+        return self.parent.fetch(int(self.indices[i]))
 
     def size(self, i: int) -> tuple[int, int]:
         return self.parent.size(int(self.indices[i]))
@@ -265,9 +273,26 @@ class EncodedSource(Source):
         head = decode.header(self.encoded(i), self.identify(i))
         return head.height, head.width
 
-    def read(self, i: int, target: int | None = None) -> np.ndarray:
-        data = self.encoded(i)
-        where = str(data) if isinstance(data, Path) else self.identify(i)
+    def fetch(self, i: int) -> bytes | None:
+        try:
+            data = self.encoded(i)
+            if isinstance(data, Path):
+                return None if data.suffix.lower() == ".npy" else data.read_bytes()
+        except (OSError, BadImage):  # `read` says what is wrong
+            return None
+        return data
+
+    def read(self, i: int, target: int | None = None, data: bytes | None = None) -> np.ndarray:
+        if data is not None:
+            try:
+                return self._conforming(data, self.identify(i), target)
+            except BadImage:  # read once more, it is named by the file that it lies in
+                pass
+        stored = self.encoded(i)
+        return self._conforming(stored, str(stored) if isinstance(stored, Path) else self.identify(i), target)
+
+    def _conforming(self, data: bytes | Path, where: str, target: int | None) -> np.ndarray:
+        """An image decoded, with the channels and dtype of the set."""
         image = decode.decode(data, where, target)
         try:
             if image.dtype == np.float32 and (self.mixed or self.dtype != np.float32):

@@ -43,7 +43,7 @@ class Pictures(Source):
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, i: int, target: int | None = None) -> np.ndarray:
+    def read(self, i: int, target: int | None = None, data: bytes | None = None) -> np.ndarray:
         image = self.source.read(i)
         if self.fitted:
             image = resize(_central(image, *self.shape), *self.shape)

@@ -40,6 +40,7 @@ from residua.train.session import (
     Lines,
     Session,
     check_batch,
+    crops_of,
     loop_settings,
     open_accelerator,
     open_feed,
@@ -219,7 +220,8 @@ def prepare(
     with released_on_failure(run), agreed():
         flops = training_flops(model, torch.zeros(1, splits.train.channels, side, side))
         model.set_grad_checkpointing(config.machine.grad_checkpointing)
-        feed = open_feed(config.machine, splits.train, accelerator.device, side, progress)
+        crops = crops_of(config.data, config.optim.seed)
+        feed = open_feed(config.machine, splits.train, accelerator.device, side, progress, crops)
     return Classification(
         config, splits, model, feed, accelerator, loop_settings(config, flops), run, preprocessing
     )  # fmt: skip

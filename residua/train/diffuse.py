@@ -15,7 +15,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from residua import data
-from residua.data import Batch, DataError, Preprocessing, Source, mixing
+from residua.data import Batch, Crops, DataError, Preprocessing, Source, mixing
 from residua.data.arrays import cache_dir
 from residua.data.augment import normalize
 from residua.data.autoencoder import LatentSpace, open_autoencoder
@@ -33,6 +33,7 @@ from residua.train.session import (
     Lines,
     Session,
     check_batch,
+    crops_of,
     loop_settings,
     open_accelerator,
     open_feed,
@@ -66,6 +67,7 @@ class Denoising(Augmentation):
         full: bool = False,
     ) -> None:
         super().__init__(config.data, preprocessing, config.optim.seed, device)
+        self.crops = views_of(config)
         self.process, self.labels, self.classes, self.space = process, labels, classes, space
         self.dropout, self.full = config.model.label_dropout, full
 
@@ -74,13 +76,11 @@ class Denoising(Augmentation):
         if self.space is not None:
             space = self.space
             return latent_view(
-                batch, space.channels, space.shift, space.scale, seed=self.seed, epoch=epochs, flip=self.flip
+                batch, space.channels, space.shift, space.scale, seed=self.seed, epoch=epochs, flip=self.crops.flip
             )
-        if self.scale != (1.0, 1.0):
+        if batch.cut or not (self.crops.central and self.full and batch.pixels.shape[2:] == self.img_size):
             return self.cropped(batch, epochs)
-        mirrored = self.uniform(batch, epochs, 1, "flip")[:, 0] < 0.5 if self.flip else None
-        if not self.full or batch.pixels.shape[2:] != self.img_size:
-            return data.center_view(batch, self.img_size, self.mean, self.std, flip=mirrored)
+        mirrored = self.crops.mirrored(batch.index, epochs)
         x = batch.pixels.float()
         x = x / 255 if batch.pixels.dtype == torch.uint8 else x
         x = x if mirrored is None else torch.where(mirrored[:, None, None, None], x.flip(-1), x)
@@ -104,6 +104,11 @@ class Denoising(Augmentation):
             x_t, wanted = noised(self.process, x_0, eps, t), target(self.process, x_0, eps, t)
         prediction = model(x_t, self.process.time_input(t), *(() if y is None else (y,)))
         return F.mse_loss(prediction.float(), wanted)
+
+
+def views_of(config: Diffuse) -> Crops:
+    """The training views: where nothing is to be cut off, the central square."""
+    return crops_of(config.data, config.optim.seed, central=config.data.scale == (1.0, 1.0))
 
 
 class Diffusion(Session[Diffuse, Any]):
@@ -221,7 +226,8 @@ def prepare(config: Diffuse, progress: data.feed.Progress | None = None, given: 
                 source, autoencoder, side, cache_dir() / "latents", device, writes=accelerator.is_local_main_process,
                 on_bad_image=config.machine.on_bad_image, workers=config.machine.workers, progress=progress,
             )  # fmt: skip
-        feed = open_feed(config.machine, source, device, side // (space.factor if space else 1), progress)
+        crops = None if space else views_of(config)
+        feed = open_feed(config.machine, source, device, side // (space.factor if space else 1), progress, crops)
     return Diffusion(config, splits, model, feed, accelerator, loop_settings(config, flops), run, preprocessing)
 
 

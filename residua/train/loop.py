@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from residua.adapt import shortcuts
-from residua.data import Batch, Feed
+from residua.data import Batch, Feed, Order
 from residua.files import named
 from residua.train import checkpoint as ckpt
 from residua.train.health import Health, any_of, memory_savers
@@ -35,7 +35,6 @@ from residua.train.optim import (
     parameter_groups,
     restore_optimizer,
 )
-from residua.train.order import Order
 from residua.train.processes import PATIENCE, TrainingStopped, agreed
 from residua.train.recorded import Recorded
 
@@ -132,8 +131,10 @@ class Loop:
     def _make_loss(self) -> Callable[[Batch, Tensor], Tensor]:
         """The objective from pixels to loss, compiled as a whole where asked for."""
 
+        cut = self.feed.cuts
+
         def loss(pixels: Tensor, sizes: Tensor, index: Tensor, epochs: Tensor) -> Tensor:
-            return self.objective(self.model, Batch(pixels, sizes, index), epochs)
+            return self.objective(self.model, Batch(pixels, sizes, index, cut), epochs)
 
         if self.settings.compile:
             loss = torch.compile(loss)
@@ -147,7 +148,7 @@ class Loop:
         count = len(batch.index)
         for start in range(0, count, self.micro):
             stop = min(start + self.micro, count)
-            part = Batch(batch.pixels[start:stop], batch.sizes[start:stop], batch.index[start:stop])
+            part = Batch(batch.pixels[start:stop], batch.sizes[start:stop], batch.index[start:stop], batch.cut)
             yield part, epochs[start:stop], (stop - start) / count, stop == count
 
     def _gradients(self, batch: Batch, epochs: Tensor) -> Tensor:
@@ -164,7 +165,11 @@ class Loop:
     def _update(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """From image numbers (or pixels, sizes and numbers) and epochs to new weights; loss and gradient norm."""
         *images, epochs = inputs
-        batch = Batch(*images) if len(images) == 3 else self.feed.gather(images[0])
+        if len(images) == 1:
+            batch = self.feed.gather(images[0])
+        else:
+            pixels, sizes, index = images
+            batch = Batch(pixels, sizes, index, self.feed.cuts)
         loss = self._gradients(batch, epochs)
         norm = torch.zeros((), device=self.device)
         if self.settings.clip is not None:
@@ -217,7 +222,8 @@ class Loop:
         numbers = self.order.batches(start, stop)
         if self.feed.resident:
             return ((index.to(self.device, non_blocking=True),) for index in numbers)
-        return ((batch.pixels, batch.sizes, batch.index) for batch in self.feed.iterate(numbers))
+        epochs = (self.order.epoch_of(step) for step in range(start, stop))
+        return ((batch.pixels, batch.sizes, batch.index) for batch in self.feed.iterate(numbers, epochs))
 
     def advance(self, images: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """One step of training; returns its loss and gradient norm, on the device."""

@@ -114,7 +114,8 @@ class MachineConfig:
     grad_checkpointing: bool = False
     """Recompute encoder activations in the backward pass: less memory, more time."""
     resident: bool | Auto = "auto"
-    """Keep all images in device memory; auto: if they fit."""
+    """Keep all images in device memory; auto: if they fit. Otherwise workers make the training views. A run that is
+    resumed goes on in the same way."""
     workers: int | None = None
     """Decoding processes where images are streamed; default: one per core, at most 16; the processes of
     a machine share its cores."""

@@ -22,6 +22,7 @@ from residua.train.session import (
     Lines,
     Session,
     check_batch,
+    crops_of,
     loop_settings,
     open_accelerator,
     open_feed,
@@ -125,7 +126,8 @@ def prepare(config: Pretrain, progress: data.feed.Progress | None = None, given:
         example = torch.zeros(1, splits.train.channels, side, side), torch.rand(1, model.num_patches)
         flops = training_flops(model, *example)
         model.set_grad_checkpointing(config.machine.grad_checkpointing)
-        feed = open_feed(config.machine, splits.train, device, side, progress)
+        crops = crops_of(config.data, config.optim.seed)
+        feed = open_feed(config.machine, splits.train, device, side, progress, crops)
     return Pretraining(
         config, splits, model, feed, accelerator, loop_settings(config, flops), run, preprocessing
     )  # fmt: skip

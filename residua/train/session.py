@@ -20,7 +20,8 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from torch import Tensor, nn
 
 from residua.adapt import is_name
-from residua.data import Batch, Feed, Preprocessing, Source, Splits, rng, train_view
+from residua.data import Batch, Crops, Feed, Preprocessing, Source, Splits, rng
+from residua.data.augment import normalize
 from residua.data.feed import Progress
 from residua.files import named, write_text
 from residua.lock import claim, held, release
@@ -146,7 +147,7 @@ def _begin(session: Session[Any, Any], run: Path, loop: Loop) -> None:
     if session.machine.resume:
         loop.resume()
     if session.accelerator.is_main_process:
-        session.config.save(run / "config.yaml")
+        session.config.override(resident=session.feed.resident).save(run / "config.yaml")
         write_text(run / "environment.json", json.dumps(environment() | _times(run, session.machine.resume), indent=1))
     numbers = {k: v for k, v in session.config.settings().items() if isinstance(v, int | float | str | bool)}
     with named(run):
@@ -194,8 +195,7 @@ class Augmentation:
     """What objectives do to images. All chance depends on seed, epoch and image alone."""
 
     def __init__(self, images: DataConfig, preprocessing: Preprocessing, seed: int, device: torch.device) -> None:
-        assert images.scale != "auto"
-        self.img_size, self.scale, self.flip, self.seed = preprocessing.img_size, images.scale, images.flip, seed
+        self.crops, self.img_size, self.seed = crops_of(images, seed), preprocessing.img_size, seed
         self.mean, self.std = (torch.tensor(v, device=device) for v in (preprocessing.mean, preprocessing.std))
 
     def uniform(self, batch: Batch, epochs: Tensor, n: int, stream: str) -> Tensor:
@@ -204,9 +204,14 @@ class Augmentation:
 
     def cropped(self, batch: Batch, epochs: Tensor) -> Tensor:
         """Images (B, C, h, w), cropped and mirrored at random, normalised."""
-        return train_view(
-            batch, self.img_size, self.mean, self.std, seed=self.seed, epoch=epochs, scale=self.scale, flip=self.flip
-        )
+        return normalize(self.crops(batch, epochs), self.mean, self.std)
+
+
+def crops_of(images: DataConfig, seed: int, central: bool = False) -> Crops:
+    """The training views that settings ask for."""
+    assert images.scale != "auto"
+    assert images.img_size != "auto"
+    return Crops((images.img_size, images.img_size), seed, images.scale, images.flip, central=central)
 
 
 # ---------------------------------------------------------------- the parts of getting ready
@@ -224,11 +229,16 @@ def open_accelerator(machine: MachineConfig) -> Accelerator:
 
 
 def open_feed(
-    machine: MachineConfig, source: Source, device: torch.device, side: int, progress: Progress | None
+    machine: MachineConfig,
+    source: Source,
+    device: torch.device,
+    side: int,
+    progress: Progress | None,
+    crops: Crops | None = None,
 ) -> Feed:
     return Feed(
         source, device, img_size=side, workers=machine.workers, on_bad_image=machine.on_bad_image,
-        resident=None if machine.resident == "auto" else machine.resident, progress=progress,
+        resident=None if machine.resident == "auto" else machine.resident, progress=progress, crops=crops,
     )  # fmt: skip
 
 
@@ -359,6 +369,8 @@ def resumed(given: C, names: Collection[str] = ()) -> C:
     fresh, before, now = type(given)().settings(), saved.settings(), given.settings()
     check_place(folder, before["data"], "call this from there")
     orchestration = {f.name for f in fields(machine)}
+    if before["resident"] != "auto":  # the way in which images came is kept: another one rounds their pixels otherwise
+        orchestration.discard("resident")
     # what was asked for then is known as what it came to: whole steps, a batch no larger than the data
     images = round(before["steps"] * before["batch_size"] / before["epochs"])
     came_to = {

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from residua.data import decode
 from residua.data.errors import BadImage
@@ -105,6 +105,73 @@ def test_exif_orientation_is_applied(format):
     assert np.array_equal(decode.decode(data, "x"), np.rot90(COLOUR, -1))
 
 
+def photo(mode: str = "RGB", size: tuple[int, int] = (203, 121)) -> Image.Image:
+    """Sharp edges in all colours beside noise: what chroma is scaled up by shows."""
+    x, y = np.meshgrid(np.arange(size[0]), np.arange(size[1]))
+    planes = np.stack([(x // 7 + y // 5) % 2 * 200, (x * y) % 251, RNG.integers(0, 256, x.shape)], 2)
+    return Image.fromarray(planes.astype(np.uint8)).convert(mode)
+
+
+def by_pil(data: bytes) -> np.ndarray:
+    """A JPEG as PIL decodes it."""
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    image = image if image.mode in ("L", "RGB") else image.convert("RGB")
+    return np.asarray(image).reshape(image.height, image.width, -1)
+
+
+JPEGS = {
+    **{f"subsampling {k}": {"subsampling": k} for k in range(3)},
+    "progressive": {"progressive": True},
+    "poor": {"quality": 5},
+    "restart": {"restart_marker_blocks": 3},
+    "kept as RGB": {"keep_rgb": True, "subsampling": 0},
+    "with a comment": {"comment": b"x" * 3000},
+}
+
+
+@pytest.mark.parametrize("name", JPEGS)
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_a_jpeg_has_the_pixels_that_pil_gives_it(name, mode):
+    data = saved(photo(mode), "JPEG", **JPEGS[name])
+    assert np.array_equal(decode.decode(data, "x"), by_pil(data))
+
+
+@pytest.mark.parametrize("orientation", range(9))
+def test_a_turned_jpeg_is_set_upright(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = saved(photo(), "JPEG", exif=exif)
+    found = decode.decode(data, "x")
+    assert np.array_equal(found, by_pil(data))
+    assert decode.header(data, "x")[:2] == found.shape[:2]
+
+
+def test_the_first_picture_of_several_in_a_jpeg():
+    data = saved(photo(), "MPO", save_all=True, append_images=[photo("L").convert("RGB")])
+    assert np.array_equal(decode.decode(data, "x"), by_pil(data))
+
+
+def test_colour_jpegs_need_no_pil_to_decode_and_others_do(monkeypatch):
+    calls = []
+    monkeypatch.setattr(decode, "_pixels", lambda image: calls.append(image.mode) or np.zeros((121, 203, 3), np.uint8))
+    for mode in ("RGB", "L", "CMYK"):
+        decode.decode(saved(photo(mode), "JPEG"), "x")
+    assert calls == ["CMYK"]
+
+
+@pytest.mark.parametrize("kept", [0.2, 0.5, 0.9, -40, -3, -2, -1])
+def test_a_jpeg_cut_short_is_refused_as_pil_refuses_it(kept):
+    whole = saved(photo(), "JPEG")
+    data = whole[: int(kept * len(whole)) if 0 < kept < 1 else kept]
+    try:
+        expected = by_pil(data)
+    except OSError:
+        with pytest.raises(BadImage, match="truncated"):
+            decode.decode(data, "x")
+    else:
+        assert np.array_equal(decode.decode(data, "x"), expected)
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_the_header_tells_the_size_of_what_is_decoded(orientation):
     exif = Image.Exif()
@@ -189,6 +256,16 @@ def test_jpeg_is_decoded_at_reduced_size_to_the_same_picture():
     assert small.shape == (80, 120, 3)
     reference = Image.fromarray(decode.decode(data, "x")).resize((120, 80), Image.Resampling.BICUBIC)
     assert np.abs(small.astype(float) - np.asarray(reference)).mean() < 1.5
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_shrinking_gives_pils_numbers(channels):
+    image = np.asarray(photo("RGB"))[:, :, :channels]
+    small = decode.resize(image, 70, 120).astype(int)
+    plane = Image.fromarray(image[:, :, 0] if channels == 1 else image)
+    theirs = np.asarray(plane.resize((120, 70), Image.Resampling.BICUBIC)).reshape(small.shape)
+    assert np.abs(small - theirs).max() <= 2
+    assert (small == theirs).mean() > 0.98
 
 
 def test_resize_of_many_channels_is_that_of_each():

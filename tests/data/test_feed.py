@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from residua import room
-from residua.data import BadImage, DataError, Feed, feed, load
+from residua.data import BadImage, Crops, DataError, Feed, feed, load, views
 from residua.data.arrays import ArraySource
 
 RNG = np.random.default_rng(0)
@@ -234,3 +234,150 @@ def test_gpu_receives_the_same_batches(photos, resident):
         assert torch.equal(there.sizes.cpu(), here.sizes)
         assert torch.equal(there.index.cpu(), here.index)
     ours.close()
+
+
+# ---------------------------------------------------------------- views made where images are decoded
+
+EPOCHS = [torch.tensor([0, 1, 1]), torch.tensor([0, 4]), 2]
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Photos of many kinds and sizes: turned, grey, with alpha, long and thin, larger than what is kept."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    shapes = [(70, 90), (40, 33), (12, 9), (200, 17), (30, 400), (150, 160), (33, 33), (64, 64), (41, 55), (90, 90)]
+    for k, size in enumerate(shapes):
+        picture = Image.fromarray(RNG.integers(0, 256, (*size, 3), dtype=np.uint8))
+        match k:
+            case 1:
+                picture.save(tmp_path / f"{k:02d}.jpg", exif=exif)
+            case 2:
+                picture.convert("L").save(tmp_path / f"{k:02d}.jpg")
+            case 3:
+                picture.convert("CMYK").save(tmp_path / f"{k:02d}.jpg")
+            case 6:
+                picture.convert("RGBA").save(tmp_path / f"{k:02d}.png")
+            case _:
+                picture.save(tmp_path / f"{k:02d}.jpg", quality=95)
+    return tmp_path
+
+
+def batches_of(ours: Feed) -> list:
+    found = list(ours.iterate(BATCHES, EPOCHS))
+    ours.close()
+    return found
+
+
+@pytest.mark.parametrize("central", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_views_made_by_workers_are_those_of_resident_images(mixed, workers, central):
+    source = load(f"folder:{mixed}").train
+    crops = Crops((24, 20), seed=3, central=central)
+    resident = Feed(source, "cpu", img_size=(24, 20), resident=True, crops=crops)
+    stream = Feed(source, "cpu", img_size=(24, 20), resident=False, workers=workers, crops=crops)
+    assert stream.cuts
+    assert not resident.cuts
+    for whole, cut, index, epoch in zip(batches_of(resident), batches_of(stream), BATCHES, EPOCHS):
+        assert cut.cut
+        assert cut.pixels.dtype == torch.uint8
+        assert cut.pixels.shape == (len(index), 3, 24, 20)
+        assert torch.equal(cut.index, index)
+        assert torch.equal(crops(cut, epoch), crops(whole, epoch))
+
+
+def test_views_are_pils_crops_of_the_images_as_they_are_kept(mixed):
+    source = load(f"folder:{mixed}").train
+    crops = Crops((24, 24), seed=1)
+    stream = Feed(source, "cpu", img_size=24, resident=False, workers=0, crops=crops)
+    index, epoch = torch.arange(len(source)), torch.full((len(source),), 7)
+    (batch,) = stream.iterate([index], [epoch])
+    height, width = stream.canvas
+    for i, view in enumerate(batch.pixels):
+        image = source.read(i, 24)
+        if image.shape[0] > height or image.shape[1] > width:
+            continue  # cut at its ends, as in a resident feed
+        box = crops.boxes(torch.tensor([i]), 7, torch.tensor([image.shape[:2]]))
+        top, left, h, w = (int(x) for x in box[0])
+        picture = Image.fromarray(image).crop((left, top, left + w, top + h)).resize((24, 24), Image.Resampling.BICUBIC)
+        mirrored = crops.mirrored(torch.tensor([i]), 7)
+        assert mirrored is not None
+        theirs = np.asarray(picture)[:, ::-1] if mirrored[0] else np.asarray(picture)
+        off = np.abs(view.permute(1, 2, 0).numpy().astype(int) - theirs)
+        assert np.mean(off <= 2) > 0.99
+        assert np.mean(off) < 0.5
+
+
+def test_views_of_sixteen_bits_are_floats():
+    images = RNG.integers(0, 65536, (5, 30, 40, 1), dtype=np.uint16)
+    source, crops = ArraySource("x", "train", images, None, None), Crops((16, 16))
+    feeds = [Feed(source, "cpu", img_size=16, resident=way, workers=0, crops=crops) for way in (True, False)]
+    whole, cut = (next(ours.iterate([torch.arange(5)], [1])) for ours in feeds)
+    assert cut.pixels.dtype == torch.float32
+    assert torch.equal(crops(cut, 1), crops(whole, 1))
+
+
+def test_views_of_images_that_take_the_place_of_bad_ones(photos):
+    spoil(photos, 0, 3, 4, 11)
+    source, crops = load(f"folder:{photos}").train, Crops((16, 16))
+    feeds = [
+        Feed(source, "cpu", img_size=16, resident=way, workers=0, crops=crops, on_bad_image="skip")
+        for way in (True, False)
+    ]
+    whole, cut = (next(ours.iterate([torch.arange(12)], [torch.arange(12)])) for ours in feeds)
+    assert torch.equal(whole.index, cut.index)
+    assert torch.equal(crops(cut, torch.arange(12)), crops(whole, torch.arange(12)))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_batches_of_several_tasks_are_put_together_in_order(workers):
+    images = np.arange(200, dtype=np.uint8)[:, None, None, None] + np.zeros((1, 8, 8, 1), np.uint8)
+    source = ArraySource("numbers", "train", images, None, None)
+    stream = Feed(source, "cpu", img_size=8, resident=False, workers=workers, crops=Crops((8, 8)))
+    wanted = [torch.arange(100), torch.arange(50, 82), torch.randperm(200), torch.tensor([7])]
+    for _ in range(2):
+        for batch, index in zip(stream.iterate(wanted), wanted, strict=True):
+            assert torch.equal(batch.index, index)
+            assert torch.equal(batch.pixels[:, 0, 4, 4].long(), index)
+    stream.close()
+
+
+@pytest.mark.parametrize(("size", "workers"), [(16, 2), (100, 2), (640, 1)])
+def test_no_more_waits_in_memory_than_is_said(size, workers):
+    source = ArraySource("x", "train", np.zeros((8, 8, 8, 3), np.uint8), None, None)
+    stream = Feed(source, "cpu", img_size=8, resident=False, workers=workers, crops=Crops((8, 8)))
+    drawn = []
+
+    def endless():
+        while True:
+            drawn.append(size)
+            yield torch.zeros(size, dtype=torch.long)
+
+    batches = stream.iterate(endless())
+    for taken in range(1, 4):
+        next(batches)
+        tasks = -(-size // 32)
+        waiting = max(2 * workers, 2 * tasks + workers - 1)
+        assert len(drawn) - taken <= 2 + -(-waiting // tasks)
+    stream.close()
+
+
+# ---------------------------------------------------------------- views for anybody's loop
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_views_see_each_image_once_an_epoch(photos, resident):
+    ours = views(f"folder:{photos}", img_size=16, batch_size=5, device="cpu", resident=resident, workers=1)
+    found = [next(ours) for _ in range(12)]
+    ours.close()
+    seen = torch.cat([torch.stack([epoch, index], 1) for _, index, epoch in found])
+    for epoch in range(5):
+        assert sorted(seen[seen[:, 0] == epoch, 1].tolist()) == list(range(12))
+    images = torch.cat([images for images, *_ in found])
+    assert images.shape == (60, 3, 16, 16)
+    assert images.dtype == torch.float32
+
+
+def test_views_of_nothing():
+    with pytest.raises(DataError, match="batch_size 0"):
+        views("digits", img_size=8, batch_size=0)

@@ -186,6 +186,45 @@ def test_orchestration_may_change_on_resume(finished: Path) -> None:
     assert session.settings.lr == 2e-3
 
 
+@pytest.mark.parametrize("resident", [True, False])
+def test_a_run_goes_on_in_the_way_that_its_images_came(tmp_path: Path, resident: bool) -> None:
+    """Also where that was left to the machine; another way may round pixels otherwise."""
+    run = tmp_path / "run"
+    pretrain(small(run, steps=2, resident=resident, workers=0))
+    again = small(run, steps=2, resume=True, workers=0)
+    session = prepare(again.override(resident="auto"))
+    session.close()
+    assert session.feed.resident == resident
+    with pytest.raises(ValueError, match=f"resident is {resident} there, {not resident} was given"):
+        prepare(again.override(resident=not resident))
+
+
+def test_the_way_images_come_is_kept_where_the_machine_chose_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    pretrain(small(run, steps=2, resident="auto"))
+    assert Pretrain.read(run / "config.yaml").machine.resident is True
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_views_are_what_pretraining_sees(monkeypatch: pytest.MonkeyPatch, resident: bool) -> None:
+    """Pixel for pixel, over three epochs, of images that are cropped out of larger ones."""
+    data = "shapes?n=40&size=40"
+    seen: list[Tensor] = []
+    cropped = Reconstruction.cropped
+
+    def spy(self: Reconstruction, batch: Batch, epochs: Tensor) -> Tensor:
+        seen.append(cropped(self, batch, epochs))
+        return seen[-1]
+
+    session = prepare(small(data=data, img_size=16, seed=5, resident=resident, workers=0))
+    monkeypatch.setattr(Reconstruction, "cropped", spy)
+    fit(session)
+    ours = residua.data.views(data, 16, 16, workers=0, device="cpu", seed=5, resident=not resident)
+    found = [next(ours) for _ in range(STEPS)]
+    assert torch.equal(torch.cat([images for images, *_ in found]), torch.cat(seen))
+    assert torch.equal(torch.cat([epoch for *_, epoch in found]), torch.arange(STEPS * 16) // 40)
+
+
 def test_resume_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--resume needs --out"):
         prepare(Pretrain().override(resume=True))

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from residua.train.order import Order
+from residua.data.order import Order
 
 
 @pytest.mark.parametrize(("images", "batch"), [(10, 4), (7, 7), (100, 32), (5, 16), (9, 1)])
