@@ -268,10 +268,9 @@ def _page(out: Path, found: Found, numbers: Numbers, splits: Splits, quick: bool
     page.code("residua.fade(model, alpha_min=0.8)    # in Python: any residual model, in place, before it is trained")
     page.heading("What this shows, and what it does not")
     page.paragraph(
-        "Every comparison in words above had the same sign in all runs of ten seeds (benchmarks/demo_noise.py). "
-        "Whether fading makes better features is not among them: after so few steps it does not, and residua "
-        "pretrain would choose ordinary shortcuts (--alpha-min auto). After 22,000 steps on photographs it does; "
-        "docs/results.md says how long, how much and how sure."
+        "Every comparison in words above had the same sign in all runs of benchmarks/demo_noise.py: several seeds, one "
+        "and two threads. Whether fading makes better features is not among them: after so few steps chance decides "
+        "that. After 22,000 steps on photographs it does; docs/results.md says how long, how much and how sure."
     )
     return page
 
