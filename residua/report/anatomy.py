@@ -342,7 +342,7 @@ def share_bars(mixes: Mapping[str, Mixing], spread: Mapping[str, tuple[float, fl
             axes.text(start + share / 2, row, words, ha="center", va="center", fontsize=7.5, color=ink)
             right, left = (right + share, left) if share >= 0 else (right, left + share)
         found = zip(("embedding", "echo"), (mix.embedding, mix.echo), (spread or {}).get(name, (0.0, 0.0)))
-        text = ", ".join(f"{word} {_percent(share)}{f' ± {100 * s:.0f}' if s else ''} %" for word, share, s in found)
+        text = ", ".join(f"{word} {_percent(share, s)} %" for word, share, s in found)
         echo = 100 * mix.echo
         axes.plot([0, 0, echo, echo], [row - y for y in (0.29, 0.36, 0.36, 0.29)], color=INK, linewidth=1.0)
         axes.text(0, row - 0.4, text, fontsize=9, va="bottom")
@@ -354,7 +354,9 @@ def share_bars(mixes: Mapping[str, Mixing], spread: Mapping[str, tuple[float, fl
     return figure
 
 
-def _percent(share: float) -> str:
+def _percent(share: float, spread: float) -> str:
+    if spread:
+        return f"{100 * share:.0f} ± {100 * spread:.0f}"
     return f"{100 * share:.{0 if abs(share) >= 0.095 else 1}f}"
 
 
