@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,6 +33,7 @@ from residua.evaluate.summary import published_statistics
 from residua.train import Pretrain
 from residua.train.checkpoint import read_checkpoint, write_checkpoint
 from residua.train.options import read_flat
+from residua.train.processes import program
 from residua.train.samplefiles import _mapped, described
 from residua.train.session import _check_whole
 
@@ -119,10 +121,11 @@ def test_of_diffusers_models_alone_are_opened(pipeline: Path, marker: Path, monk
             found = None
         except RuntimeError:  # one that cannot be imported with the other libraries that are here
             continue
-        if not (isinstance(found, type) and issubclass(found, diffusers.ModelMixin)):
+        own = isinstance(found, type) and issubclass(found, diffusers.ModelMixin) and hasattr(found, "load_config")
+        if not own:
             others.append(kind)
     assert len(others) > 300
-    assert {"DiffusionPipeline", "AutoModel", "DDPMScheduler", "ConfigMixin"} <= {*others[4:]}
+    assert {"DiffusionPipeline", "AutoModel", "DDPMScheduler", "ConfigMixin", "ModelMixin"} <= {*others[4:]}
     for kind in others:
         (pipeline / "config.json").write_text(json.dumps({"_class_name": kind}))
         for name in (f"diffusers:{pipeline}", "diffusers:owner/name"):
@@ -221,6 +224,7 @@ def test_a_processor_that_is_code_is_left_out(
     transformers = pytest.importorskip("transformers")
     write_transformers(tmp_path / "model", marker, {"model_type": "evil"})
     own, config = transformers.AutoImageProcessor.from_pretrained, transformers.ViTConfig(**VIT, patch_size=4)
+    monkeypatch.setattr(transformers.PretrainedConfig, "get_config_dict", lambda *_, **__: ({}, {}))
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: config)
     monkeypatch.setattr(
         transformers.AutoImageProcessor, "from_pretrained", lambda _, **options: own(str(tmp_path / "model"), **options)
@@ -239,7 +243,38 @@ def test_there_is_no_option_to_trust(library: str) -> None:
         open_model(f"{library}:owner/name", trust_remote_code=True)
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize("inner", [False, True])
+def test_kernels_of_a_repository_are_not_fetched(
+    key: str, inner: bool, tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration may name code of the Hub that computes attention; the library fetches it where it can."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.integrations import hub_kernels
+
+    monkeypatch.setattr(hub_kernels, "load_and_register_attn_kernel", leaves(marker))
+    described = transformers.ViTConfig(**VIT, patch_size=4).to_dict()
+    kernel = {key: "owner/kernel@main"}
+    described |= {"vision_config": [kernel]} if inner else kernel
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    for pretrained in (True, False):
+        with refused(marker, OWN_CODE):
+            open_model(f"transformers:{tmp_path}", pretrained=pretrained)
+
+
 # ---------------------------------------------------------------- weights and runs
+
+
+def test_modules_in_the_working_directory_are_not_imported(
+    tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a command starts others, inside a folder of images that has files of Python, too."""
+    for name in ("tyro", "yaml", "numpy", "torch"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(marker)!r}, 'w').close()\nraise SystemExit(1)\n")
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run([*program(), "--version"], capture_output=True, text=True, check=False)
+    assert not marker.exists()
+    assert done.stdout.split()[-1] == residua.__version__
 
 
 def test_pickles_in_a_models_folder_are_not_run(tmp_path: Path, marker: Path) -> None:

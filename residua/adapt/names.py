@@ -204,6 +204,10 @@ def _transformers(transformers: Any, name: str, published: bool, **options: Any)
     if folder.exists() and not (folder / "config.json").exists():
         raise ValueError(f"transformers:{name}: {folder} holds no config.json")
     where = str(folder) if folder.exists() else name
+    if folder.exists() or "/" in name:
+        described, _ = _published(f"transformers:{name}", lambda: transformers.PretrainedConfig.get_config_dict(where))
+        if _kernel_in(described):
+            raise _own_code(f"transformers:{name}")
     if published:
         opened = transformers.AutoModel.from_pretrained
         model = _published(f"transformers:{name}", lambda: _unpooled(opened, where, trust_remote_code=False, **options))
@@ -227,6 +231,14 @@ def _transformers(transformers: Any, name: str, published: bool, **options: Any)
         shape = tuple(size) if isinstance(size, list | tuple) else (size, size)
         model.preprocessing = _processor(folder, shape, getattr(model.config, "num_channels", 3), transformers, where)
     return model
+
+
+def _kernel_in(described: Any) -> bool:
+    """Whether a `config.json` names code of a repository that is to compute attention or experts, at any depth."""
+    if isinstance(described, dict):
+        named = (value for key, value in described.items() if isinstance(value, str) and key.endswith("implementation"))
+        return any("/" in value for value in named) or any(map(_kernel_in, described.values()))
+    return isinstance(described, list) and any(map(_kernel_in, described))
 
 
 def _unpooled(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -266,7 +278,7 @@ def _diffusers(diffusers: Any, name: str, published: bool, **options: Any) -> nn
     described = config_of(file.parent)
     kind = described.get("_class_name")
     cls: Any = getattr(diffusers, kind, None) if isinstance(kind, str) else None
-    is_model = isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)
+    is_model = isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin) and hasattr(cls, "load_config")
     if not is_model:  # a pipeline may run code that lies in its folder
         raise ValueError(
             f"diffusers:{name}: its config.json names no model of diffusers, but {kind!r}: pipelines, schedulers and "

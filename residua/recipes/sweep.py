@@ -16,7 +16,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from residua.lock import claim, hold
 from residua.recipes.arguments import INSTEAD, Kind, read, value_of
 from residua.recipes.trial import Trial, name_before, same_value, text_of, trained
 from residua.room import cores
+from residua.train.processes import program
 
 KINDS: tuple[Kind, ...] = ("pretrain", "diffuse", "finetune")
 OnTrial = Callable[[Trial], None]
@@ -408,11 +408,6 @@ def carry_out(
                 killed = f"killed by signal {-status}; it printed last: " if status < 0 else ""
                 return killed + _last_line(log)
     return "" if sweep.done(trial) else f"nothing was measured; it printed last: {_last_line(log)}"
-
-
-def program() -> list[str]:
-    """`residua`, as this interpreter runs it."""
-    return [sys.executable, "-m", "residua.cli"]
 
 
 def _last_line(log: Path) -> str:

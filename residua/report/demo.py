@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from residua.report.parts import neighbors
 from residua.train.checkpoint import load
 from residua.train.config import Pretrain
 from residua.train.metrics import read_metrics
+from residua.train.processes import program
 
 FADING, PLAIN = "fading", "plain"
 ALPHAS = {FADING: 0.6, PLAIN: 1.0}
@@ -168,7 +168,7 @@ def _start(run: Path, settings: dict[str, Any]) -> subprocess.Popen[str]:
     run.mkdir(parents=True, exist_ok=True)
     config = Pretrain().override(**settings, checkpoint_every=settings["steps"])
     config.save(run / "settings.yaml")
-    call = [sys.executable, "-m", "residua.cli", "pretrain", str(run / "settings.yaml"), "--out", str(run)]
+    call = [*program(), "pretrain", str(run / "settings.yaml"), "--out", str(run)]
     env = {"OMP_NUM_THREADS": "1"} | os.environ
     return subprocess.Popen(call, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -17,6 +18,12 @@ PATIENCE = timedelta(hours=2)
 
 class TrainingStopped(RuntimeError):
     """The run ended before its last step; its message says why and what is kept."""
+
+
+def program() -> list[str]:
+    """`residua`, as this interpreter runs it; `-P` keeps the working directory, which may be somebody's folder of
+    images, off Python's path."""
+    return [sys.executable, "-P", "-m", "residua.cli"]
 
 
 @contextmanager
