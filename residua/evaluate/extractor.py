@@ -85,6 +85,16 @@ def open_extractor(
     return encoder_extractor(load(path), name, readout=readout, layer=layer)
 
 
+def check_no_program(name: str) -> None:
+    """Refuse an extractor that would run code of its file: settings of runs and sweeps may come from somebody else."""
+    path = Path(name).expanduser()
+    if path.is_file() and is_torchscript(path) and not _holds_inception(path):
+        raise ValueError(
+            f"the extractor {name} is a TorchScript file, a program, which training and sweeps do not run, as their "
+            "settings may come from somebody else: score samples afterwards, residua score SAMPLES --extractor FILE"
+        )
+
+
 def _holds_inception(path: Path) -> bool:
     try:
         return is_scripted_inception(ScriptedTensors(path))
