@@ -18,9 +18,10 @@ class InfoOptions:
     """Counts, sizes, classes, statistics; images that cannot be read, and those of both parts."""
 
     data: Positional[str] = "shapes"
-    """shapes, digits, cifar10, cifar100, stl10, mnist, fashion-mnist, folder:PATH, parquet:PATH, hf:NAME or
-    imagenet:PATH; with ?label=COLUMN and ?image=COLUMN of a parquet file or the Hub, ?classes=N the first N classes,
-    ?classes=FILE those that a file names, ?train=N that many of the training images."""
+    """shapes, digits, cifar10, cifar100, stl10, mnist, fashion-mnist, folder:PATH, parquet:PATH, tar:PATH, hf:NAME
+    or imagenet:PATH; with ?label=COLUMN and ?image=COLUMN of a parquet file or the Hub, ?label= and ?image= with an
+    extension of a tar's members, ?classes=N the first N classes, ?classes=FILE those that a file names, ?train=N that
+    many of the training images."""
 
 
 @dataclass(frozen=True)

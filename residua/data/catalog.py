@@ -10,15 +10,16 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
-from residua.data import arrays, folder, parquet, shapes
+from residua.data import arrays, folder, parquet, shapes, tar
 from residua.data.errors import DataError, did_you_mean, some
 from residua.data.source import Source, Splits, Subset
 
-_WITH_PATH = {"folder": "PATH", "parquet": "PATH", "hf": "NAME", "imagenet": "PATH"}
+_WITH_PATH = {"folder": "PATH", "parquet": "PATH", "tar": "PATH", "hf": "NAME", "imagenet": "PATH"}
 _COMMON = ("classes", "train")  # every source has these
 _OPTIONS = {  # beside those
     "shapes": ("n", "size", "test"),
     "parquet": ("image", "label"),
+    "tar": ("image", "label"),
     "hf": ("image", "label", "config", "revision"),
     "stl10": ("unlabeled",),
 }
@@ -35,6 +36,7 @@ def load(spec: str, *, seed: int = 0, img_size: int | None = None) -> Splits:
     | `digits` | scikit-learn's 8 px digits |
     | `folder:PATH` | class folders, `train`/`test` folders, or any tree of images |
     | `parquet:PATH` | Hugging Face layout; `parquet:PATH?label=coarse_label&image=img` |
+    | `tar:PATH` | WebDataset shards: file, folder, `{000..127}.tar`, `s3://...`; `?image=jpg`, `?label=cls` |
     | `hf:NAME` | the Hugging Face Hub; `?config=`, `?revision=`, `?label=`, `?image=` |
     | `cifar10 cifar100 stl10 mnist fashion-mnist imagenet:PATH` | torchvision's |
 
@@ -66,6 +68,8 @@ def _load(spec: str, name: str, argument: str, options: dict[str, str], seed: in
             return folder.load_folder(argument)
         case "parquet":
             return parquet.load_parquet(argument, **options)
+        case "tar":
+            return tar.load_tar(argument, **options)
         case "hf":
             return parquet.load_hub(argument, **options)
         case "imagenet":

@@ -12,6 +12,7 @@ import numpy as np
 
 from residua.data.decode import SUFFIXES, VERSION
 from residua.data.errors import DataError, tell
+from residua.data.remote import is_url
 from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
 
 TEST_NAMES = ("test", "val", "valid", "validation")
@@ -65,6 +66,11 @@ def load_folder(path: str) -> Splits:
     images itself beside other such folders. A tenth of each class becomes the test split where none is given.
     Tiny-ImageNet is read as its archive unpacks, too.
     """
+    if is_url(path):
+        raise DataError(
+            f"folder:{path}: folders are read from this machine only, as every image would be a request of its own: "
+            "pack the images into tar or parquet files (tar:s3://BUCKET/{000..127}.tar), or copy them here"
+        )
     base = Path(path).expanduser()
     if not base.is_dir():
         what = "is a file, not a folder" if base.exists() else "does not exist"

@@ -1,4 +1,4 @@
-"""Hugging Face parquet files, local (`parquet:PATH`) or from the Hub (`hf:NAME`)."""
+"""Hugging Face parquet files (`parquet:PATH`, `parquet:s3://BUCKET/KEY`), or those of the Hub (`hf:NAME`)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from residua.data import remote
 from residua.data.arrays import cache_dir
 from residua.data.decode import VERSION
 from residua.data.errors import BadImage, DataError, did_you_mean, tell
+from residua.data.remote import RemoteFile
 from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
 from residua.files import replacing
 from residua.room import memory
+
+F = TypeVar("F")
+File = Path | RemoteFile
 
 _SPLIT_WORDS = {
     "train": "train",
@@ -32,7 +39,7 @@ _SPLIT_WORDS = {
     "validation": "valid",
     "dev": "valid",
 }
-_LABEL_NAMES = ("label", "fine_label", "labels")
+LABEL_NAMES = ("label", "fine_label", "labels")
 _MOST_CLASSES = 100_000  # without names; more only where there are as many images
 _SPILL_SHARE = 0.25  # of this process's memory; larger sets are mapped from a file instead
 
@@ -40,16 +47,17 @@ _SPILL_SHARE = 0.25  # of this process's memory; larger sets are mapped from a f
 class ParquetSource(EncodedSource):
     """Rows of some parquet files; encoded images are held in memory, or memory-mapped when there are many.
 
-    A row may name a file instead of holding an image, relative to the first parquet file and below `root`.
+    A row may name a file instead of holding an image, relative to the first parquet file and below `root`. Of remote
+    files the image column is unpacked into the cache, row group by row group, and memory-mapped.
     """
 
     def __init__(
         self,
         name: str,
         split: str,
-        files: list[Path],
+        files: list[File],
         *,
-        root: Path,
+        root: Path | None,
         image: str,
         classes: list[str] | None,
         labels: np.ndarray | None,
@@ -83,8 +91,10 @@ class ParquetSource(EncodedSource):
 
     def _beside(self, path: str, i: int) -> Path:
         """An image file that a row names: one of the set's own folder, and no other file of this machine."""
+        if self.root is None or not isinstance(first := self.files[0], Path):
+            raise BadImage(self.identify(i), f"its row names {path}, a file, where only images in the rows are read")
         try:
-            file = (self.files[0].parent / path).resolve()
+            file = (first.parent / path).resolve()
         except (OSError, ValueError) as error:  # no name that a file could have
             raise BadImage(self.identify(i), error) from error
         if not file.is_relative_to(self.root.resolve()):
@@ -92,8 +102,13 @@ class ParquetSource(EncodedSource):
         return file
 
     def _open(self) -> None:
-        size = sum(_column_bytes(file, self.image) for file in self.files)
-        columns = _spilled(self.files, self.image) if size > _SPILL_SHARE * memory() else _rows(self.files, self.image)
+        columns: Iterable[pa.Array]
+        if self.root is None:
+            columns = _cached(self.files, self.image)
+        else:
+            size = sum(_column_bytes(file, self.image) for file in self.files)
+            spills = size > _SPILL_SHARE * memory()
+            columns = _spilled(self.files, self.image) if spills else _rows(self.files, self.image)
         self._chunks = [_bytes_and_paths(column) for column in columns]
         self._starts = np.cumsum([0] + [len(data) for data, _ in self._chunks])
 
@@ -107,6 +122,12 @@ class ParquetSource(EncodedSource):
 
 def load_parquet(path: str, *, image: str | None = None, label: str | None = None, name: str | None = None) -> Splits:
     """A parquet file or a folder of them; names tell the splits (`train-*`, `test-*`, `valid*-*`)."""
+    groups: dict[str, list[File]] = {}
+    if remote.is_url(path):
+        known, found = remote.as_set(remote.find(path, [path], ".parquet"), unpacked=True)
+        for far in found:
+            groups.setdefault(split_of(far.name), []).append(far)
+        return _load_groups(name or known, None, groups, image, label)
     base = Path(path).expanduser()
     if not base.exists():
         raise DataError(f"parquet:{path}: {base} does not exist; give a .parquet file or a folder of them")
@@ -114,7 +135,6 @@ def load_parquet(path: str, *, image: str | None = None, label: str | None = Non
     if not files:
         raise DataError(f"parquet:{path}: no .parquet files in {base}")
     root = base.parent if base.is_file() else base
-    groups: dict[str, list[Path]] = {}
     for file in files:
         groups.setdefault(split_of(file.relative_to(root).as_posix()), []).append(file)
     name = name or (base.stem if base.is_file() else base.resolve().name)
@@ -149,7 +169,7 @@ def load_hub(
             f"hf:{name}: the Hub answered {type(error).__name__}: {error}; "
             "check the name (owner/data-set), the network, and your login if it is gated"
         ) from error
-    groups: dict[str, list[Path]] = {}
+    groups: dict[str, list[File]] = {}
     for file in files:
         groups.setdefault(split_of(file), []).append(Path(local[file]))
     root = Path(os.path.commonpath([Path(file).parent for file in local.values()]))
@@ -181,26 +201,44 @@ def _one_config(name: str, files: list[str], config: str | None) -> list[str]:
     return [file for file in files if named[file] == config]
 
 
-def _load_groups(name: str, root: Path, groups: dict[str, list[Path]], image: str | None, label: str | None) -> Splits:
+def _load_groups(
+    name: str, root: Path | None, groups: dict[str, list[File]], image: str | None, label: str | None
+) -> Splits:
+    if "train" in groups:
+        image, label, classes = _columns(name, groups["train"][0], image, label)
+        for file in (file for files in groups.values() for file in files):
+            if image not in _schema(file).names:
+                raise DataError(f"{name}: {file} has no column {image!r}, which {groups['train'][0]} has")
+        if root is None:
+            groups = _kept_together(groups, image)
+
+    def part(split: str, files: list[File], like: Source | None) -> tuple[Source, str | None]:
+        assert image is not None
+        labels, known, why = _labels(name, files, label, classes if like is None else like.classes)
+        source = ParquetSource(name, split, files, root=root, image=image, classes=known, labels=labels, like=like)
+        return source, why
+
+    return by_name(name, groups, part, "parquet")
+
+
+def by_name(
+    name: str,
+    groups: dict[str, list[F]],
+    part: Callable[[str, list[F], Source | None], tuple[Source, str | None]],
+    suffix: str,
+) -> Splits:
+    """Splits of files grouped by `split_of`; `part` opens one, and says why its labels cannot be used if so."""
     if "train" not in groups:
-        raise DataError(f"{name}: no training files among {', '.join(sorted(groups))}; name them train-*.parquet")
-    image, label, classes = _columns(name, groups["train"][0], image, label)
-    for file in (file for files in groups.values() for file in files):
-        if image not in _schema(file).names:
-            raise DataError(f"{name}: {file} has no column {image!r}, which {groups['train'][0]} has")
-    labels, classes, why = _labels(name, groups["train"], label, classes)
+        raise DataError(f"{name}: no training files among {', '.join(sorted(groups))}; name them train-*.{suffix}")
+    train, why = part("train", groups["train"], None)
     _tell_unlabelled(name, "train", why)
-    train = ParquetSource(name, "train", groups["train"], root=root, image=image, classes=classes, labels=labels)
     fallback: Source | None = None
     reason: str | None = None
     for split in ("test", "valid"):
         if split not in groups:
             continue
-        test_labels, _, why = _labels(name, groups[split], label, classes)
-        test = ParquetSource(
-            name, split, groups[split], root=root, image=image, classes=classes, labels=test_labels, like=train
-        )
-        if test_labels is not None or labels is None:
+        test, why = part(split, groups[split], train)
+        if test.labels is not None or train.labels is None:
             _tell_unlabelled(name, split, why)
             return Splits(name, train, test)
         if fallback is None:  # a test split without labels is used only if there is no better
@@ -215,7 +253,7 @@ def _tell_unlabelled(name: str, split: str, why: str | None) -> None:
         tell(f"{name}: the {split} split has no labels, because {why}")
 
 
-def _columns(name: str, file: Path, image: str | None, label: str | None) -> tuple[str, str | None, list[str] | None]:
+def _columns(name: str, file: File, image: str | None, label: str | None) -> tuple[str, str | None, list[str] | None]:
     """Image column, label column (None if there is none) and class names (None if they are not given)."""
     schema = _schema(file)
     try:
@@ -240,7 +278,7 @@ def _columns(name: str, file: Path, image: str | None, label: str | None) -> tup
         image = found[0]
     if label is None:
         declared = [key for key, value in features.items() if _type(value) == "ClassLabel" and key in schema.names]
-        named = [key for key in _LABEL_NAMES if key in schema.names]
+        named = [key for key in LABEL_NAMES if key in schema.names]
         usable = [key for key in named if _tells_classes(schema.field(key).type)]
         choices = [key for key in named if key in declared] + declared + usable
         label = choices[0] if choices else None
@@ -252,14 +290,20 @@ def _columns(name: str, file: Path, image: str | None, label: str | None) -> tup
 
 
 def _labels(
-    name: str, files: list[Path], label: str | None, classes: list[str] | None
+    name: str, files: list[File], label: str | None, classes: list[str] | None
 ) -> tuple[np.ndarray | None, list[str] | None, str | None]:
     """Class numbers, class names and, where there is a column of labels that cannot be used, why."""
     if label is None:
         return None, None, None
     if any(label not in _schema(file).names for file in files):
         return None, classes, f"its files lack the column {label!r}"
-    columns = [_label_column(name, file, label) for file in files]
+    return number_labels(name, label, [_label_column(name, file, label) for file in files], classes)
+
+
+def number_labels(
+    name: str, label: str, columns: Sequence[pa.ChunkedArray], classes: list[str] | None
+) -> tuple[np.ndarray | None, list[str] | None, str | None]:
+    """Labels (numbers, words or truth values) as class numbers, class names and, where they cannot be used, why."""
     count, missing = sum(map(len, columns)), sum(column.null_count for column in columns)
     if missing:
         return None, classes, f"{missing:,} of its {count:,} labels are missing"
@@ -277,7 +321,7 @@ def _labels(
     if classes is None and top >= max(_MOST_CLASSES, count):
         raise DataError(
             f"{name}: {label} {top} would make {top + 1:,} classes of {count:,} images; expected numbers from 0 on, "
-            "choose another column with ?label=NAME"
+            "choose another column or field with ?label=NAME"
         )
     if classes is None:
         classes = [str(k) for k in range(top + 1)]
@@ -286,10 +330,10 @@ def _labels(
     return values.astype(np.int64), classes, None
 
 
-def _label_column(name: str, file: Path, label: str) -> pa.ChunkedArray:
+def _label_column(name: str, file: File, label: str) -> pa.ChunkedArray:
     """The column as numbers, booleans or words."""
-    with _reading(file):
-        column = pq.read_table(file, columns=[label])[label]
+    with _reading(file), _source(file) as source:
+        column = pq.read_table(source, columns=[label])[label]
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     if not (_tells_classes(column.type) or pa.types.is_binary(column.type)):
@@ -326,23 +370,35 @@ def _holds_images(kind: pa.DataType) -> bool:
 
 
 @contextmanager
-def _reading(file: Path) -> Iterator[None]:
+def _reading(file: File) -> Iterator[None]:
     """What damage a file has, told with its name."""
     try:
         yield
+    except DataError:
+        raise
     except (pa.ArrowException, OSError) as error:
         told = str(error).strip().partition("\n")[0]
         raise DataError(f"{file} is not a readable parquet file: {told}") from error
 
 
-def _schema(file: Path) -> pa.Schema:
-    with _reading(file):
-        return pq.read_schema(file)
+@contextmanager
+def _source(file: File) -> Iterator[Path | BinaryIO]:
+    """What pyarrow reads."""
+    if isinstance(file, Path):
+        yield file
+    else:
+        with file.seekable() as far:
+            yield far
 
 
-def _column_bytes(file: Path, image: str) -> int:
-    with _reading(file):
-        meta = pq.read_metadata(file)
+def _schema(file: File) -> pa.Schema:
+    with _reading(file), _source(file) as source:
+        return pq.read_schema(source)
+
+
+def _column_bytes(file: File, image: str) -> int:
+    with _reading(file), _source(file) as source:
+        meta = pq.read_metadata(source)
     total = 0
     for g in range(meta.num_row_groups):
         columns = (meta.row_group(g).column(c) for c in range(meta.num_columns))
@@ -350,18 +406,19 @@ def _column_bytes(file: Path, image: str) -> int:
     return total
 
 
-def _rows(files: list[Path], image: str) -> Iterable[pa.Array]:
+def _rows(files: list[File], image: str) -> Iterable[pa.Array]:
     """The image column, one array per row group."""
     for file in files:
-        with _reading(file):
-            parquet = pq.ParquetFile(file, memory_map=True)
-        for g in range(parquet.num_row_groups):
+        with _source(file) as source:
             with _reading(file):
-                column = parquet.read_row_group(g, columns=[image])[image]
-            yield from column.chunks
+                parquet = pq.ParquetFile(source, memory_map=isinstance(file, Path))
+            for g in range(parquet.num_row_groups):
+                with _reading(file):
+                    column = parquet.read_row_group(g, columns=[image])[image]
+                yield from column.chunks
 
 
-def _spilled(files: list[Path], image: str) -> Iterable[pa.Array]:
+def _spilled(files: list[File], image: str) -> Iterable[pa.Array]:
     """The image column from an uncompressed Arrow file in the cache (written once), memory-mapped."""
     target = cache_dir() / "arrow" / f"{fingerprint_of(_content_key(files), image)}.arrow"
     if not target.exists():
@@ -375,11 +432,58 @@ def _spilled(files: list[Path], image: str) -> Iterable[pa.Array]:
                     writer.write_batch(pa.record_batch([column], schema=schema))
         except OSError as error:
             raise DataError(
-                f"{files[0].parent}: images that do not fit into memory are unpacked into {target.parent}, where they "
+                f"{files[0]}: images that do not fit into memory are unpacked into {target.parent}, where they "
                 f"cannot be put ({error}); set RESIDUA_DATA to a folder with room for them"
             ) from error
     reader = pa.ipc.open_file(pa.memory_map(str(target)))
     return [reader.get_batch(k).column(0) for k in range(reader.num_record_batches)]
+
+
+def _column_of(file: RemoteFile, image: str) -> RemoteFile:
+    """The image column as the cache keeps it, and about how many bytes it takes there."""
+    size = _column_bytes(file, image)
+    return replace(file, url=f"{file.url}#{image}", size=size + size // 64 + (1 << 16))
+
+
+def _kept_together(groups: dict[str, list[File]], image: str) -> dict[str, list[File]]:
+    """None of whose columns makes room for another."""
+    far = [file for files in groups.values() for file in files if isinstance(file, RemoteFile)]
+    keep = frozenset(_column_of(file, image).copy.name for file in far)
+    return {
+        split: [replace(file, keep=keep) for file in files if isinstance(file, RemoteFile)]
+        for split, files in groups.items()
+    }
+
+
+def _cached(files: list[File], image: str) -> Iterable[pa.Array]:
+    """The image column of remote files, unpacked into the cache and memory-mapped."""
+
+    def mapped(file: File) -> list[pa.Array]:
+        assert isinstance(file, RemoteFile)
+        column = _column_of(file, image)
+        copy = remote.fetch(column, lambda _, handle: _unpack(file, image, handle))
+        if copy is None:
+            raise DataError(
+                f"{file}: its images take about {column.size:,} bytes, for which {remote.folder()} has no room beside "
+                f"the rest of the set: it holds up to {remote.bound():,}; let it hold more ({remote.VARIABLE}, in GiB)"
+            )
+        reader = pa.ipc.open_file(pa.memory_map(str(copy)))
+        return [reader.get_batch(k).column(0) for k in range(reader.num_record_batches)]
+
+    with ThreadPoolExecutor(4) as pool:
+        return [column for columns in pool.map(mapped, files) for column in columns]
+
+
+def _unpack(file: RemoteFile, image: str, handle: BinaryIO) -> None:
+    schema = pa.schema([_schema(file).field(image)])
+    handle.seek(0)
+    with pa.ipc.new_file(handle, schema) as writer:
+        for column in _rows([file], image):
+            with remote.on_disk(file):
+                writer.write_batch(pa.record_batch([column], schema=schema))
+    with remote.on_disk(file):
+        handle.truncate()
+        handle.flush()
 
 
 def _bytes_and_paths(column: pa.Array) -> tuple[pa.Array, pa.Array | None]:
@@ -389,10 +493,13 @@ def _bytes_and_paths(column: pa.Array) -> tuple[pa.Array, pa.Array | None]:
     return column.field("bytes"), column.field("path") if "path" in names else None
 
 
-def _content_key(files: list[Path]) -> list[tuple[str, int, str]]:
+def _content_key(files: list[File]) -> list[tuple[str, int, str]]:
     """Name, size and footer (which holds per-column sizes and statistics) of every file."""
     key = []
     for file in files:
+        if isinstance(file, RemoteFile):
+            key.append((file.name, file.size, file.tag))
+            continue
         size = file.stat().st_size
         with file.open("rb") as handle:
             handle.seek(max(0, size - (1 << 16)))

@@ -26,8 +26,8 @@ class DataConfig:
     """Images: where they come from and how they are seen."""
 
     data: str = "shapes"
-    """shapes, digits, cifar10, cifar100, stl10, mnist, fashion-mnist, folder:PATH, parquet:PATH, hf:NAME, imagenet:PATH
-    or auto, where a run is given: what it was trained on."""
+    """shapes, digits, cifar10, cifar100, stl10, mnist, fashion-mnist, folder:PATH, parquet:PATH, tar:PATH, hf:NAME,
+    imagenet:PATH or auto, where a run is given: what it was trained on."""
     img_size: int | Auto = "auto"
     """Side of the square that images are cropped to; auto: from the typical size of the images."""
     scale: tuple[float, float] | Auto = (0.2, 1.0)
@@ -233,7 +233,10 @@ def check_place(model: str | Path, spec: str, remedy: str = "give --data, or cal
     """Where the images of a run are not there, relative to this folder, say which folder they are relative to."""
     kind, _, name = spec.partition("?")[0].partition(":")
     path, run = Path(name).expanduser(), run_of(model)
-    if kind not in ("folder", "parquet", "imagenet") or run is None or path.is_absolute() or path.exists():
+    if kind == "tar" and (pattern := re.search(r"[{*\[]", name)) and not path.exists():
+        path = Path(name[: pattern.start()] + "x").expanduser().parent  # which holds the shards
+    local = kind in ("folder", "parquet", "tar", "imagenet") and "://" not in name
+    if not local or run is None or path.is_absolute() or path.exists():
         return
     try:
         cwd = json.loads((run / "environment.json").read_text("utf-8"))["cwd"]

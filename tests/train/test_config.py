@@ -99,17 +99,27 @@ def test_every_setting_has_a_name_of_its_own() -> None:
     assert len(Pretrain().settings()) == sum(len(fields(group)) for group in groups)
 
 
+RELATIVE = ("folder:photos", "parquet:photos?label=x", "imagenet:photos", "tar:photos", "tar:photos/{0..1}.tar")
+
+
 def test_a_run_says_where_its_relative_images_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoints" / "step-0000001").mkdir(parents=True)
-    for spec in ("folder:photos", "parquet:photos?label=x", "imagenet:photos"):
+    for spec in RELATIVE:
         Pretrain().override(data=spec).save(tmp_path / "config.yaml")
         check_place(tmp_path, spec)  # of a run that does not say
     (tmp_path / "environment.json").write_text('{"cwd": "/the/start"}')
-    for spec in ("folder:photos", "parquet:photos?label=x", "imagenet:photos"):
+    for spec in RELATIVE:
         with pytest.raises(ValueError, match=r"photos does not exist here; it is relative to /the/start"):
             check_place(tmp_path / "checkpoints" / "step-0000001", spec)
-    for spec in ("shapes?n=2", "hf:photos", "folder:/photos"):
+    for spec in (
+        "shapes?n=2",
+        "hf:photos",
+        "folder:/photos",
+        "tar:s3://photos/{0..1}.tar",
+        "parquet:s3://photos",
+        "tar:*.tar",
+    ):
         check_place(tmp_path, spec)
     (tmp_path / "photos").mkdir()
     check_place(tmp_path, "folder:photos")
