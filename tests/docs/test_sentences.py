@@ -1,4 +1,4 @@
-"""Numbers in sentences, of the front page and of runs on Tiny-ImageNet, are those of docs/records."""
+"""Numbers in sentences, of the recipe and of runs on Tiny-ImageNet, are those of docs/records."""
 
 import re
 from itertools import chain
@@ -27,8 +27,8 @@ from .records import (
 )
 
 
-def test_front_page_and_recipe():
-    """Of what they say in a sentence, the numbers with a point."""
+def test_recipe():
+    """Of what it expects, the numbers with a point."""
 
     def means(*lengths: str, metric: str) -> list[float]:
         """With fading, without; of every length."""
@@ -38,13 +38,6 @@ def test_front_page_and_recipe():
     probes, knns = (means("22k", "50k", metric=metric) for metric in (PROBE, KNN))
     expected = [value for pair in zip(probes, knns) for value in pair]
     agree(" ".join(re.findall(r"\d+\.\d", recipes.get("mae-tiny-imagenet").expect)), *expected)
-    text = said("../README.md", "after 22,000 steps a probe", "Whether fading")
-    plain, faded = ([scores(run)[PROBE, LAST] for run in seeds(f"22k-xavier-alpha-{a}")] for a in ("1.0", "0.7"))
-    first = (fmean(faded), 0.7, fmean(plain), *difference(plain, faded))
-    plain, faded = ([scores(run)[PROBE, LAST] for run in seeds(f"50k-xavier-alpha-{a}")] for a in ("1.0", "0.7"))
-    second = (*means("50k", metric=PROBE), *difference(plain, faded))
-    others = (*second, *means("86k", metric=PROBE), *means("22k", "50k", "86k", metric=KNN))
-    agree(" ".join(re.findall(r"\d+\.\d", text)), *first, *others)
 
 
 def test_sentences_on_longer_runs():
