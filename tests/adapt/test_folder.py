@@ -183,6 +183,7 @@ def test_a_folder_that_says_nothing_gets_the_same_by_name_and_by_path(tmp_path: 
 def test_a_processor_that_the_hub_does_not_give_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(**VIT, image_size=32)
+    monkeypatch.setattr(transformers.PretrainedConfig, "get_config_dict", lambda *_, **__: ({}, {}))
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: config)
 
     def gone(*_: Any, **__: Any) -> Any:
