@@ -329,7 +329,7 @@ def share_bars(mixes: Mapping[str, Mixing], spread: Mapping[str, tuple[float, fl
     A bracket marks the echo: the embedding and the first third of the sublayers. Shares below zero, of branches that
     erase, stand left of it. `spread` is the deviation of the embedding's share and of the echo over runs.
     """
-    figure = Figure((7.4, 0.7 + 0.95 * len(mixes)), layout="constrained")
+    figure = Figure((5.0, 0.6 + 0.8 * len(mixes)), layout="constrained")  # a phone shows it whole
     axes = figure.add_subplot(xlabel="share of the last layer, %")
     for row, (name, mix) in enumerate(mixes.items()):
         shares = [100 * share for share in mix.shares[-1].tolist()]
@@ -337,7 +337,7 @@ def share_bars(mixes: Mapping[str, Mixing], spread: Mapping[str, tuple[float, fl
         for i, (share, colour) in enumerate(zip(shares, [REFERENCE, *shades(len(shares) - 1)])):
             start = right if share >= 0 else left
             axes.barh(row, share, 0.5, left=start, color=colour, edgecolor="white", linewidth=0.6)
-            words = mix.names[i] if i == 0 and share > 13 else _sublayer(mix.names[i]) if share > 6 and i else ""
+            words = mix.names[i] if i == 0 and share > 17 else _sublayer(mix.names[i]) if share > 9 and i else ""
             ink = "white" if sum(mpl.colors.to_rgb(colour)) < 1.6 else "#1b1c1e"
             axes.text(start + share / 2, row, words, ha="center", va="center", fontsize=7.5, color=ink)
             right, left = (right + share, left) if share >= 0 else (right, left + share)

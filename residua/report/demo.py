@@ -328,14 +328,18 @@ def _alignment(page: Page, found: Found, numbers: Numbers) -> None:
 
 
 _WORDS = {
-    "linear probe": "The probe reads {more:.1f} % from the encoder, {gap:.1f} points more than from {name}.",
-    "kNN": "kNN gets {more:.1f} %, {gap:.1f} points more than from {name}.",
-    EMBEDDING: "The embedding makes up {more:.0f} % of the ordinary network's last layer, {less:.0f} % of the other's.",
-    ECHO: "The echo is {more:.0f} % and {less:.0f} %: where shortcuts fade, later sublayers make the last layer.",
-    "RA1 line shape": "With shortcuts an input moves along nearly a straight line ({less:.2f}; without {more:.2f}).",
-    "RA2 diagonal share": "With them all blocks act along the same directions ({more:.2f}; without {less:.2f}).",
+    ENCODER[0]: "The probe reads {more:.1f} % from the encoder, {gap:.1f} points more than from random weights.",
+    ENCODER[1]: "From raw pixels the probe reads {less:.1f} %, {gap:.1f} points less.",
+    ENCODER[2]: "kNN gets {more:.1f} %, {gap:.1f} points more than from random weights.",
+    LAST_LAYER[
+        0
+    ]: "The embedding makes up {more:.0f} % of the ordinary network's last layer, {less:.0f} % of the other's.",
+    LAST_LAYER[
+        1
+    ]: "The echo is {more:.0f} % and {less:.0f} %: where shortcuts fade, later sublayers make the last layer.",
+    ALIGNMENT[0]: "With shortcuts an input moves along nearly a straight line ({less:.2f}; without {more:.2f}).",
+    ALIGNMENT[1]: "With them all blocks act along the same directions ({more:.2f}; without {less:.2f}).",
 }
-_NAMES = {RANDOM: "random weights", PIXELS: "raw pixels"}
 
 
 def _said(numbers: Numbers, claims: tuple[Claim, ...]) -> str:
@@ -343,9 +347,6 @@ def _said(numbers: Numbers, claims: tuple[Claim, ...]) -> str:
     texts = []
     for claim in claims:
         more, less = (numbers[claim.score][subject] for subject in (claim.more, claim.less))
-        words = (
-            _WORDS[claim.score] if more > less else f"{claim.score}: {{more:.1f}}, not above {{name}} ({{less:.1f}})."
-        )
-        name = _NAMES.get(claim.less, claim.less)
-        texts.append(words.format(more=more, less=less, gap=more - less, name=name))
+        words = f"{claim.score}: {{more:.1f}} of {claim.more}, not above {{less:.1f}} of {claim.less}."
+        texts.append((_WORDS[claim] if more > less else words).format(more=more, less=less, gap=more - less))
     return " ".join(texts)

@@ -144,7 +144,9 @@ def test_a_claim_that_fails_in_this_run_is_told() -> None:
     held = _said(numbers, CLAIMS)
     assert "not above" not in held
     numbers["kNN"]["fading"] = 1.0
-    assert f"kNN: 1.0, not above random weights ({numbers['kNN']['random init']:.1f})." in _said(numbers, CLAIMS)
+    assert f"kNN: 1.0 of fading, not above {numbers['kNN']['random init']:.1f} of random init." in _said(
+        numbers, CLAIMS
+    )
 
 
 @pytest.mark.slow
