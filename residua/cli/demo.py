@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import tyro
 
-from .console import console, say, show
+from .console import check_folder, console, say, show
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,10 @@ def demo(args: list[str]) -> None:
     from residua.report.demo import demo
 
     o = tyro.cli(DemoOptions, args=args, prog="residua demo")
-    page, table = demo(Path(o.out).expanduser(), quick=o.quick, on_message=say, on_progress=_left())
+    out = Path(o.out).expanduser()
+    check_folder(out)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no training is left behind
+    page, table = demo(out, quick=o.quick, on_message=say, on_progress=_left())
     console.print(table)
     show(page, o.open)
 
@@ -37,12 +42,15 @@ def demo(args: list[str]) -> None:
 def _left() -> Callable[[float, str], None]:
     """What is being done and the time left, by the time that the share behind it took: a line that is written over on a
     terminal, elsewhere one for each fifth."""
-    started, told = time.monotonic(), 0
+    started, told, known, end = time.monotonic(), 0, 0.0, 0.0
 
     def progress(share: float, text: str) -> None:
-        nonlocal told
-        left = (time.monotonic() - started) * (1 - share) / share if share > 0.02 else None
-        line = f"{100 * share:3.0f} %  {text}" + ("" if left is None or share == 1 else f", {_time(left)} left")
+        nonlocal told, known, end
+        now = time.monotonic()
+        if share > known:
+            known, end = share, started + (now - started) / share
+        left = max(1.0, end - now)
+        line = f"{100 * share:3.0f} %  {text}" + (f", {_time(left)} left" if 0.02 < share < 1 else "")
         if console.is_terminal:
             console.print(f"{line:<70}", end="\n" if share == 1 else "\r", markup=False)
         elif int(5 * share) > told:

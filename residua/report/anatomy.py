@@ -85,7 +85,7 @@ def alignment_grid(grid: Tensor, names: Sequence[str], title: str) -> Figure:
     for i in range(count):
         for j in range(count):
             sheet[i * side : i * side + k, j * side : j * side + k] = cells[i, j]
-    size = min(7.5, 1.6 + 0.36 * count)
+    size = min(7.5, 1.6 + 0.33 * count)
     figure = Figure((size + 0.7, size), layout="constrained")
     axes = figure.add_subplot(xlabel="block j, whose singular vectors are used", ylabel="block i, whose Jacobian it is")
     shown = axes.imshow(sheet, cmap="magma", vmin=0, vmax=1, interpolation="none")

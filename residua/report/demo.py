@@ -255,7 +255,9 @@ def _page(out: Path, found: Found, numbers: Numbers, splits: Splits, quick: bool
     if quick:
         page.paragraph("This is the quick version: a handful of steps, numbers without meaning.", note=True)
     page.paragraph(_said(numbers, LAST_LAYER))
-    page.code(f'mix = residua.mixing(residua.load("{out / FADING}"), images); mix.figure(), mix.echo, mix.shares')
+    page.code("from residua.evaluate.maps import sample_images")
+    page.code(f'model = residua.load("{out / FADING}")')
+    page.code('residua.mixing(model, sample_images(model, residua.data.load("shapes"), 512)).figure()')
     _encoder(page, out, found, numbers, splits)
     _alignment(page, found, numbers)
     page.heading("Your own photos")
@@ -268,9 +270,9 @@ def _page(out: Path, found: Found, numbers: Numbers, splits: Splits, quick: bool
     page.code("residua.fade(model, alpha_min=0.8)    # in Python: any residual model, in place, before it is trained")
     page.heading("What this shows, and what it does not")
     page.paragraph(
-        "Every comparison in words above had the same sign in all runs of benchmarks/demo_noise.py: several seeds, one "
-        "and two threads. Whether fading makes better features is not among them: after so few steps chance decides "
-        "that. After 22,000 steps on photographs it does; docs/results.md says how long, how much and how sure."
+        "The comparisons in words above had the same sign in all recorded runs (benchmarks/demo_noise.py: several "
+        "seeds, one and two threads). Whether fading makes better features is not among them: after so few steps chance "
+        "decides that. After 50,000 steps on photographs it does; docs/results.md says how much and how sure."
     )
     return page
 
@@ -325,6 +327,7 @@ def _alignment(page: Page, found: Found, numbers: Numbers) -> None:
     page.table(["network", "test accuracy, %", "line shape", "diagonal share"], rows, caption=caption)
     page.paragraph(_said(numbers, ALIGNMENT))
     page.code("residua counterfactual shortcut --depth 8 --epochs 40 --top 10")
+    page.code("residua anatomy counterfactuals/shortcut/shortcuts-8-seed-0 --top 10")
 
 
 _WORDS = {
@@ -334,9 +337,7 @@ _WORDS = {
     LAST_LAYER[
         0
     ]: "The embedding makes up {more:.0f} % of the ordinary network's last layer, {less:.0f} % of the other's.",
-    LAST_LAYER[
-        1
-    ]: "The echo is {more:.0f} % and {less:.0f} %: where shortcuts fade, later sublayers make the last layer.",
+    LAST_LAYER[1]: "The echo is {more:.0f} % and {less:.0f} %: where shortcuts fade, more of it comes from later ones.",
     ALIGNMENT[0]: "With shortcuts an input moves along nearly a straight line ({less:.2f}; without {more:.2f}).",
     ALIGNMENT[1]: "With them all blocks act along the same directions ({more:.2f}; without {less:.2f}).",
 }

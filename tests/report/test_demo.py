@@ -57,7 +57,7 @@ def test_branches_start_as_in_pretraining(quick_demo: Any) -> None:
         assert not residua.load(quick_demo[0].parent / name).config["zero_init"]
 
 
-def test_commands_of_the_page_are_commands(quick_demo: Any) -> None:
+def test_commands_of_the_page_are_commands(quick_demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each picture stands with what draws it of another model."""
     import html
     import re
@@ -70,8 +70,10 @@ def test_commands_of_the_page_are_commands(quick_demo: Any) -> None:
     assert {words[1] for words in commands} >= {"pretrain", "evaluate", "export", "anatomy", "counterfactual"}
     assert {words[1] for words in commands} <= set(cli.COMMANDS)
     python = [line for line in lines if not line.startswith("residua ")]
+    real = residua.data.load
     scope: dict[str, Any] = {"residua": residua, "images": __import__("torch").randn(4, 3, 32, 32)}
     scope["model"] = residua.create_model("vit_nano", img_size=32, patch_size=4)
+    monkeypatch.setattr(residua.data, "load", lambda name: real("shapes?n=16&test=16"))
     for line in python:
         exec(compile(line, "page", "exec"), scope)
     assert residua.stream(scope["model"]).alphas[-1] == pytest.approx(0.8)
