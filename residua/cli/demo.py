@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ def demo(args: list[str]) -> None:
     o = tyro.cli(DemoOptions, args=args, prog="residua demo")
     out = Path(o.out).expanduser()
     check_folder(out)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no training is left behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that no training is left behind
     page, table = demo(out, quick=o.quick, on_message=say, on_progress=_left())
     console.print(table)
     show(page, o.open)

@@ -271,8 +271,8 @@ def _page(out: Path, found: Found, numbers: Numbers, splits: Splits, quick: bool
     page.heading("What this shows, and what it does not")
     page.paragraph(
         "The comparisons in words above had the same sign in all recorded runs (benchmarks/demo_noise.py: several "
-        "seeds, one and two threads). Whether fading makes better features is not among them: after so few steps chance "
-        "decides that. After 50,000 steps on photographs it does; docs/results.md says how much and how sure."
+        "seeds, one and two threads). Whether fading makes better features is not among them: so early, chance decides "
+        "that. After 50,000 steps on photographs it does; docs/results.md says how much and how sure."
     )
     return page
 

@@ -36,7 +36,7 @@ def test_one_page_and_one_table(quick_demo: Any, read_page: Callable[[Path], Any
             shown = f"{numbers[metric][name]:.{2 if unit == 'nats' else 1}f} {unit}"
             assert shown in found.text
             assert shown in printed
-    for part in ("quick version", "chance decides", "Your own photos", "Your own model", "x <- alpha x + f(x)"):
+    for part in ("quick version", "chance decides that", "Your own photos", "Your own model", "x <- alpha x + f(x)"):
         assert part in found.text
     shares = [share for share, _ in progress]
     assert shares == sorted(shares)
