@@ -311,9 +311,7 @@ def _alignment(page: Page, found: Found, numbers: Numbers) -> None:
         "without shortcuts. Each block is seen through the singular vectors of its Jacobian: does block i act along "
         "the directions of block j?"
     )
-    how = (
-        "the Jacobian of block i in the singular vectors of block j. Diagonals everywhere: all share their directions."
-    )
+    how = "the Jacobian of block i in the singular vectors of block j. Where all are diagonal, all share directions."
     page.figures(*((alignment_grid(law.grid, law.names, name), f"{name}: {how}") for name, law in laws.items()))
     digits = {"accuracy": 1, "RA1 line shape": 2, "RA2 diagonal share": 2}
     rows: list[list[str | Cell]] = [
