@@ -177,8 +177,8 @@ _TRUST = "trust_remote_code"
 
 def _own_code(name: str) -> ValueError:
     return ValueError(
-        f"{name}: the code that a folder or repository brings is not run here, and without it there is no class for "
-        "this model. If you trust it, build the model in Python and pass the module in place of its name"
+        f"{name}: the code that a folder or repository brings is not run here, and this model asks for "
+        "it. If you trust it, build the model in Python and pass the module in place of its name"
     )
 
 

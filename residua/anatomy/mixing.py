@@ -84,7 +84,7 @@ def mixing(model: nn.Module, images: Tensor, *context: Any, centred: bool = True
             sums.add(model, images[own], *(c[own] if isinstance(c, Tensor) else c for c in context))
     finally:
         model.train(training)
-    steps = part.steps(*context) if context else part.steps()
+    steps = part.steps(*context)
     W = _mixing_matrix(torch.stack([step.alpha for step in steps]).detach().double().cpu())
     written, energy = sums.products(centred)
     shares = W * written / energy[:, None]
