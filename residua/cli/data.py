@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional, subcommand
 
-from .console import note, out_file, print_nested, say
+from .console import counting, note, out_file, print_nested, say
+
+if TYPE_CHECKING:
+    from residua.data import Splits
 
 _SHOWN = 10  # classes
 
 
 @dataclass(frozen=True)
 class InfoOptions:
-    """Counts, sizes, classes, statistics; images that cannot be read, and those of both parts."""
+    """Counts, sizes, classes, statistics; images that cannot be read, and those of both parts; stores of the images."""
 
     data: Positional[str] = "shapes"
     """shapes, digits, cifar10, cifar100, stl10, mnist, fashion-mnist, folder:PATH, parquet:PATH, tar:PATH, hf:NAME
@@ -42,7 +45,23 @@ class PreviewOptions:
     """What to do about an unreadable image."""
 
 
-Options = Annotated[InfoOptions, subcommand("info")] | Annotated[PreviewOptions, subcommand("preview")]
+@dataclass(frozen=True)
+class StoresOptions:
+    """Images that are kept decoded (--cache-images): which, how large, when last used."""
+
+    place: Positional[str] = "auto"
+    """Folder of the stores; auto: in the user's cache directory."""
+    verify: bool = False
+    """Read them through, and compare all checksums."""
+    remove: tuple[str, ...] = ()
+    """Take away the stores whose names begin so, or all."""
+
+
+Options = (
+    Annotated[InfoOptions, subcommand("info")]
+    | Annotated[PreviewOptions, subcommand("preview")]
+    | Annotated[StoresOptions, subcommand("stores")]
+)
 
 
 def data(args: list[str]) -> None:
@@ -50,9 +69,11 @@ def data(args: list[str]) -> None:
     from residua import data
     from residua.data.errors import some
 
-    o: InfoOptions | PreviewOptions = tyro.cli(
+    o: InfoOptions | PreviewOptions | StoresOptions = tyro.cli(
         Options, args=args, prog="residua data", description="What a source of images holds."
     )  # type: ignore[arg-type]
+    if isinstance(o, StoresOptions):
+        return _stores(o)
     splits = data.load(o.data)
     if isinstance(o, PreviewOptions):
         path = data.preview(
@@ -72,6 +93,42 @@ def data(args: list[str]) -> None:
             note(f"{count} cannot be read: {some(part['unreadable_images'])}")
     if found["shared"]:
         note(f"test images that also occur in the training part: {found['shared']:,}")
+    _tell_stores(splits)
+
+
+def _tell_stores(splits: Splits) -> None:
+    """Stores of these images in the user's cache directory, and how to be rid of them."""
+    from residua.data.store import place_of, stores_in
+
+    kept = stores_in(place_of("auto"))
+    own = {part.fingerprint() for part in (splits.train, splits.test) if part is not None} if kept else set()
+    for store in kept:
+        if store.about.get("fingerprint") in own:
+            say(f"store        {store}")
+            say(f"             residua data stores --remove {store.folder.name[:8]} removes it")
+
+
+def _stores(o: StoresOptions) -> None:
+    """List, check or remove them."""
+    from residua.data.store import place_of, remove, stores_in, verify
+
+    place = place_of(o.place)
+    found = stores_in(place)
+    names = [store.folder.name for store in found]
+    wrong = [n for n in o.remove if n != "all" and not (n and any(name.startswith(n) for name in names))]
+    if wrong:
+        raise ValueError(f"--remove {' '.join(wrong)}: no store in {place} is called so")
+    for store in found:
+        say(str(store))
+        if o.verify and store.state == "whole":
+            damaged = verify(store, counting)
+            text = f"{damaged:,} of its images are damaged: remove it" if damaged else "all images are as written"
+            (note if damaged else say)(f"{store.folder.name}: {text}")
+        if any(name == "all" or store.folder.name.startswith(name) for name in o.remove):
+            remove(store)
+            say(f"removed: {store.folder.name}")
+    if not found:
+        say(f"no stores in {place}")
 
 
 def _shortened(found: dict[str, Any]) -> dict[str, Any]:

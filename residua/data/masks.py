@@ -29,7 +29,7 @@ class MaskedSource(Subset):
         """
         mask = read_mask(self.files[i])
         (h, w), (height, width) = mask.shape, self.size(i)
-        if abs(h * width - w * height) > max(height, width):  # more than rounding to a whole pixel explains
+        if abs(h * width - w * height) > max(h, w, height, width):  # more than rounding to a whole pixel explains
             raise DataError(
                 f"{self.files[i]} is {w} x {h}, its image {self.identify(i)} {width} x {height}: a mask may be "
                 "larger or smaller than its image, but not of another shape"

@@ -14,6 +14,7 @@ from residua.data.augment import ImgSize, pair
 from residua.data.decode import conform, resize
 from residua.data.folder import FolderSource, list_images
 from residua.data.source import Subset, fingerprint_of
+from residua.data.store import store_of
 from residua.train.samplefiles import Folder, described
 
 Split = Literal["train", "test"]
@@ -34,6 +35,11 @@ class Pictures(Source):
     def __init__(self, source: Source, img_size: ImgSize | None = None) -> None:
         if source.channels not in (1, 3):
             raise DataError(f"{source.name} has {source.channels} channels; images to score have one or three")
+        if (store := store_of(source)) is not None:
+            raise DataError(
+                f"{source.name} comes from a store at {store.side} px: resizing moves the distances that are scored, "
+                "so give the images themselves"
+            )
         super().__init__(source.name, source.split, channels=3)
         self.source, self.fitted = source, img_size is not None
         self.shape = _common_size(source) if img_size is None else pair(img_size)
