@@ -126,6 +126,19 @@ def data_of(model: str) -> str:
     return found
 
 
+def cached(splits: Splits, where: str | None, model: Any, size: tuple[int, int] | None, on_bad_image: Any) -> Splits:
+    """The images from stores that suit what a model sees of them, where that is asked for."""
+    if where is None:
+        return splits
+    from residua.adapt import encoder_of
+    from residua.data.store import side_for, stored_splits
+
+    known = getattr(model, "preprocessing", None) or getattr(encoder_of(model), "preprocessing", None)
+    view = max(size or (known.img_size if known else encoder_of(model).img_size))
+    side = side_for(view, known.crop_pct if known else 1.0)
+    return stored_splits(splits, where, side, on_bad_image=on_bad_image, progress=counting)
+
+
 def bad_images(model: str, spec: str) -> Any:
     """What the run did about unreadable images, if these are its own."""
     from residua.train.options import setting_of, trained_on

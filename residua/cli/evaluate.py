@@ -13,6 +13,7 @@ from tyro.conf import Positional
 from .console import (
     accelerator_of,
     bad_images,
+    cached,
     console,
     counting,
     data_of,
@@ -81,6 +82,10 @@ class EvaluateOptions:
     on_bad_image: Literal["error", "skip"] | None = None
     """What to do about an unreadable image; default: what the run did, on the images that it was trained on, else
     error."""
+    cache_images: str | None = None
+    """Read the images from a store at 256 px on their shorter side (more for views above 224 px), made if need be in
+    this folder; auto: in the user's cache directory. The scores say so: they differ a little from those of the images
+    themselves."""
     cache: bool = True
     """Keep features on disk, so that the next evaluation of the same weights on the same images starts at once."""
     cache_dir: str | None = None
@@ -89,7 +94,8 @@ class EvaluateOptions:
     """Run the encoder in bfloat16: faster on a GPU, slightly different features."""
     out: str | None = None
     """JSON file; default: in the run, evaluation.json for the images that it was trained on (with --limit, if there is
-    none yet), else evaluation-NAME.json. Of what is no run nothing is kept without it."""
+    none yet), else evaluation-NAME.json; with --cache-images evaluation-NAME-stored.json. Of what is no run nothing is
+    kept without it."""
     device: str | None = None
     """cuda, cpu, ...; default: the best there is."""
 
@@ -109,8 +115,8 @@ def evaluate(args: list[str]) -> None:
     model = open_any(o.model, o.weights, img_size(o.img_size))
     spec = o.data or data_of(o.model)
     where, chosen = _where(o, spec), _chosen(o, spec, best)
-    splits = residua.data.load(spec)
     accelerator = accelerator_of(o.device)
+    splits = cached(residua.data.load(spec), o.cache_images, model, img_size(o.img_size), chosen["on_bad_image"])
     if accelerator is not None:
         device = o.device  # each process has its own unless told
     cache = FeatureCache(_cache_folder(o.model, o.cache_dir), note) if o.cache else None
@@ -159,9 +165,10 @@ def _where(o: EvaluateOptions, spec: str) -> Path | None:
         return None
     file = run / "evaluation.json"
     own = trained_on(run) in (None, spec)
-    if own and (o.limit is None or not file.exists()):
+    if own and not o.cache_images and (o.limit is None or not file.exists()):
         return writable(file)
-    return writable(run / f"evaluation-{slug(spec)}{f'-{o.limit}' if o.limit else ''}.json")
+    more = (f"-{o.limit}" if o.limit else "") + ("-stored" if o.cache_images else "")
+    return writable(run / f"evaluation-{slug(spec)}{more}.json")
 
 
 def _evaluate_diffusion(
@@ -246,6 +253,9 @@ class EmbedOptions:
     on_bad_image: Literal["error", "skip"] | None = None
     """What to do about an unreadable image; default: what the run did, on the images that it was trained on, else
     error."""
+    cache_images: str | None = None
+    """Read the images from a store at 256 px on their shorter side (more for views above 224 px), made if need be in
+    this folder; auto: in the user's cache directory. The file's metadata say so."""
     device: str | None = None
     """cuda, cpu, ...; default: the best there is."""
 
@@ -260,9 +270,13 @@ def embed(args: list[str]) -> None:
     model = open_any(o.model, o.weights, img_size(o.img_size))
     if is_diffusion(model):
         raise ValueError(f"{o.model} is a diffusion model, which embed does not read: residua evaluate scores it")
+    on_bad_image = o.on_bad_image or bad_images(o.model, o.data)
+    data: Any = o.data
+    if o.cache_images is not None:
+        data = cached(residua.data.load(data), o.cache_images, model, img_size(o.img_size), on_bad_image)
     path = residua.evaluate.embed(
-        model, o.data, out_file(o.out, "features.parquet"), layers=layers(o.layers), readout=o.readout,
+        model, data, out_file(o.out, "features.parquet"), layers=layers(o.layers), readout=o.readout,
         img_size=img_size(o.img_size), batch_size=o.batch_size, device=device,
-        on_bad_image=o.on_bad_image or bad_images(o.model, o.data), progress=counting,
+        on_bad_image=on_bad_image, progress=counting,
     )  # fmt: skip
     say(f"written: {path}")

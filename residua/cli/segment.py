@@ -9,7 +9,7 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import bad_images, console, data_of, device_of, img_size, note, open_any, out_file, say, writable
+from .console import bad_images, cached, console, data_of, device_of, img_size, note, open_any, out_file, say, writable
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,12 @@ class SegmentOptions:
     on_bad_image: Literal["error", "skip"] | None = None
     """What to do about an unreadable image; default: what the run did, on the images that it was trained on, else
     error."""
+    cache_images: str | None = None
+    """Read the images from a store at 256 px on their shorter side (more for views above 224 px), made if need be in
+    this folder; auto: in the user's cache directory. The scores say so."""
     out: str | None = None
-    """JSON file, a PNG lands beside it; default: segmentation.json in the run."""
+    """JSON file, a PNG lands beside it; default: segmentation.json in the run, with --cache-images
+    segmentation-stored.json."""
     device: str | None = None
     """cuda, cpu, ...; default: cuda where there is one."""
 
@@ -65,17 +69,19 @@ def segment(args: list[str]) -> None:
     size = img_size(o.img_size)
     model = open_any(o.model, o.weights, size)
     data, run = o.data or data_of(o.model), Path(o.model).expanduser()
-    where = run / "segmentation.json" if (run / "checkpoints").is_dir() else None
+    name = "segmentation-stored.json" if o.cache_images else "segmentation.json"
+    where = run / name if (run / "checkpoints").is_dir() else None
     where = out_file(o.out, "segmentation.json") if o.out else where and writable(where)
     if where is not None and where.suffix.lower() == ".png":
         raise ValueError(f"--out {where}: name the JSON file; the picture lands beside it")
-    splits = residua.data.load(data)
+    on_bad_image = o.on_bad_image or bad_images(o.model, data)
+    splits = cached(residua.data.load(data), o.cache_images, model, size, on_bad_image)
     result = segment(
         model, splits, masks=o.masks, split=o.split, layer=o.layer, max_images=o.max_images,
         img_size=size, ignore_index=None if o.ignore_index < 0 else o.ignore_index,
         count_absent=o.count_absent, seed=o.seed, baselines=o.baselines, batch_size=o.batch_size,
         intra=o.intra, inter=o.inter, device=device_of(o.device),
-        on_bad_image=o.on_bad_image or bad_images(o.model, data),
+        on_bad_image=on_bad_image,
     )  # fmt: skip
     if result.without_mask:
         note(f"{result.without_mask:,} images have no mask in {o.masks} and were left out")

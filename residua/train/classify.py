@@ -41,6 +41,7 @@ from residua.train.session import (
     Session,
     check_batch,
     crops_of,
+    images_for,
     loop_settings,
     open_accelerator,
     open_feed,
@@ -217,11 +218,12 @@ def prepare(
     if write and not config.machine.dry_run:
         name = config.network.model if isinstance(begin, str) else "finetune"
         run = run_folder(config.machine, f"{slug(config.data.data)}-{name}", accelerator)
+    source = images_for(config.machine, splits.train, side, progress, run)
     with released_on_failure(run), agreed():
         flops = training_flops(model, torch.zeros(1, splits.train.channels, side, side))
         model.set_grad_checkpointing(config.machine.grad_checkpointing)
         crops = crops_of(config.data, config.optim.seed)
-        feed = open_feed(config.machine, splits.train, accelerator.device, side, progress, crops)
+        feed = open_feed(config.machine, source, accelerator.device, side, progress, crops)
     return Classification(
         config, splits, model, feed, accelerator, loop_settings(config, flops), run, preprocessing
     )  # fmt: skip

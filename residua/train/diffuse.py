@@ -34,6 +34,7 @@ from residua.train.session import (
     Session,
     check_batch,
     crops_of,
+    images_for,
     loop_settings,
     open_accelerator,
     open_feed,
@@ -217,10 +218,10 @@ def prepare(config: Diffuse, progress: data.feed.Progress | None = None, given: 
             _check_begun(model, Path(str(config.machine.out)).expanduser())
     run = None if config.machine.dry_run else run_folder(config.machine, f"{slug(config.data.data)}-diffusion",
                                                          accelerator)  # fmt: skip
+    source = images_for(config.machine, splits.train, side, progress, run)
     with released_on_failure(run), agreed():
         flops = training_flops(model, *example(model))
         model.set_grad_checkpointing(config.machine.grad_checkpointing)
-        source = splits.train
         if autoencoder is not None:
             source = latents_of(
                 source, autoencoder, side, cache_dir() / "latents", device, writes=accelerator.is_local_main_process,

@@ -193,6 +193,7 @@ def rules(config: Diffuse) -> list[Rule]:
         ("warmup_steps", o.warmup_steps, o.warmup_steps >= 0, "0 or more steps"),
         ("scale", d.scale, not m.latents or d.scale in ("auto", (1.0, 1.0)), "1 1: latents are of the central square"),
         ("label_dropout", m.label_dropout, 0 <= m.label_dropout < 1, "a share in [0, 1)"),
+        ("cache_images", k.cache_images, not (m.latents and k.cache_images), "none: latents are kept on disk as it is"),
         ("skips", m.skips, m.skips or m.network == "sit", "true: a U-ViT is made of them"),
         *positive(m, "patch_size", "embed_dim", "depth", "num_heads"),
         ("sample_every", k.sample_every, 0 <= (k.sample_every or 0) < math.inf, "a number of epochs, or 0 for none"),

@@ -47,7 +47,7 @@ class Health:
         if wait_share > 0.2 and step > 20:
             found["wait"] = (
                 f"{100 * wait_share:.0f} % of the time went into waiting for images: the loader starves the device. "
-                "Try more --workers, smaller files (images at twice the training size are enough), or --resident True."
+                "Try more --workers, --cache-images auto (decodes them once) in a new run, or --resident True."
             )
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)

@@ -116,6 +116,10 @@ class MachineConfig:
     resident: bool | Auto = "auto"
     """Keep all images in device memory; auto: if they fit. Otherwise workers make the training views. A run that is
     resumed goes on in the same way."""
+    cache_images: str | None = None
+    """Decode images once, into a store at 256 px on their shorter side (more for views above 224 px), in this folder;
+    auto: in the user's cache directory, where three times its size is free. Views then differ a little from those of
+    the files, so a run that is resumed goes on with its store."""
     workers: int | None = None
     """Decoding processes where images are streamed; default: one per core, at most 16; the processes of
     a machine share its cores."""

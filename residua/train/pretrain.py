@@ -23,6 +23,7 @@ from residua.train.session import (
     Session,
     check_batch,
     crops_of,
+    images_for,
     loop_settings,
     open_accelerator,
     open_feed,
@@ -115,6 +116,7 @@ def prepare(config: Pretrain, progress: data.feed.Progress | None = None, given:
     run = None
     if not config.machine.dry_run:
         run = run_folder(config.machine, slug(config.data.data), accelerator)
+    source = images_for(config.machine, splits.train, side, progress, run)
     with released_on_failure(run), agreed():
         mean, std = splits.train.stats()
         if config.model.encoder and config.model.encoder_weights != "random":  # trained weights know their own
@@ -127,7 +129,7 @@ def prepare(config: Pretrain, progress: data.feed.Progress | None = None, given:
         flops = training_flops(model, *example)
         model.set_grad_checkpointing(config.machine.grad_checkpointing)
         crops = crops_of(config.data, config.optim.seed)
-        feed = open_feed(config.machine, splits.train, device, side, progress, crops)
+        feed = open_feed(config.machine, source, device, side, progress, crops)
     return Pretraining(
         config, splits, model, feed, accelerator, loop_settings(config, flops), run, preprocessing
     )  # fmt: skip

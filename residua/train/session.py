@@ -16,12 +16,13 @@ from typing import Any, Generic, TypeVar
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 from torch import Tensor, nn
 
 from residua.adapt import is_name
-from residua.data import Batch, Crops, Feed, Preprocessing, Source, Splits, rng
+from residua.data import Batch, Crops, Feed, Preprocessing, Source, Splits, rng, store
 from residua.data.augment import normalize
+from residua.data.errors import tell
 from residua.data.feed import Progress
 from residua.files import named, write_text
 from residua.lock import claim, held, release
@@ -31,7 +32,7 @@ from residua.train.loop import Hooks, Loop, Objective
 from residua.train.machine import activation_bytes, count_parameters, device_name, environment, now
 from residua.train.optim import Groups, Settings
 from residua.train.options import Config, DataConfig, MachineConfig, check_place, steps_of
-from residua.train.processes import PATIENCE, agreed
+from residua.train.processes import PATIENCE, agreed, in_turn
 from residua.train.recorded import WARM_UP
 
 C = TypeVar("C", bound=Config)
@@ -119,9 +120,22 @@ class Session(Generic[C, M]):
         where = "whole data set on the device" if self.feed.resident else f"streamed by {self.feed.workers} workers"
         compiled = ", compiled" if m.compile else ""
         lines = [("device", f"{world} x {device_name(self.accelerator.device)}, {m.precision}{compiled}; {where}")]
+        if (known := store.store_of(self.feed.source)) is not None:
+            lines.append(("store", f"decoded once, at {known.side} px on the shorter side: {known.folder}"))
+        elif m.dry_run and m.cache_images is not None:
+            lines.append(("store", self._store_to_be(m.cache_images)))
         if self.feed.skipped:
             lines.append(("skipped", f"{self.feed.skipped} unreadable images"))
         return lines if self.run is None else [*lines, ("run", str(self.run))]
+
+    def _store_to_be(self, where: str) -> str:
+        """What a store of the images would take, where there is none yet to be opened."""
+        side = store.side_for(self.config.data.img_size)  # type: ignore[attr-defined]
+        need, free = store.estimate(self.splits.train, side), store.free_in(where)
+        return (
+            f"about {need / 2**30:,.2f} GiB at {side} px on the shorter side, in {store.place_of(where)} "
+            f"({free / 2**30:,.1f} GiB free)"
+        )
 
 
 def fit(session: Session[Any, M], hooks: Hooks | None = None) -> M:
@@ -147,7 +161,9 @@ def _begin(session: Session[Any, Any], run: Path, loop: Loop) -> None:
     if session.machine.resume:
         loop.resume()
     if session.accelerator.is_main_process:
-        session.config.override(resident=session.feed.resident).save(run / "config.yaml")
+        known = store.store_of(session.feed.source)
+        ways = {"resident": session.feed.resident, "cache_images": None if known is None else str(known.folder)}
+        session.config.override(**ways).save(run / "config.yaml")
         write_text(run / "environment.json", json.dumps(environment() | _times(run, session.machine.resume), indent=1))
     numbers = {k: v for k, v in session.config.settings().items() if isinstance(v, int | float | str | bool)}
     with named(run):
@@ -240,6 +256,32 @@ def open_feed(
         source, device, img_size=side, workers=machine.workers, on_bad_image=machine.on_bad_image,
         resident=None if machine.resident == "auto" else machine.resident, progress=progress, crops=crops,
     )  # fmt: skip
+
+
+def images_for(
+    machine: MachineConfig, source: Source, side: int, progress: Progress | None, run: Path | None = None
+) -> Source:
+    """The images that training sees at this size: those of a store where that is asked for, in all processes or in
+    none. Where there is no room for a store, training goes on without; a run that was begun with one does not."""
+    where = machine.cache_images
+    if where is None or machine.dry_run:
+        return source
+
+    def find() -> Source:
+        try:
+            return store.stored(
+                source, where, store.side_for(side), on_bad_image=machine.on_bad_image, progress=progress
+            )  # fmt: skip
+        except store.NoStore as error:
+            if store.is_store(where):
+                raise
+            tell(f"{error}. Training goes on without a store")
+            return source
+
+    with released_on_failure(run):
+        found = in_turn(find)
+        kept = gather_object([store.store_of(found) is not None])
+    return found if all(kept) else source
 
 
 def loop_settings(config: Config, flops: float) -> Settings:
@@ -371,6 +413,15 @@ def resumed(given: C, names: Collection[str] = ()) -> C:
     orchestration = {f.name for f in fields(machine)}
     if before["resident"] != "auto":  # the way in which images came is kept: another one rounds their pixels otherwise
         orchestration.discard("resident")
+    if now["cache_images"] is not None or "cache_images" in names:  # likewise, wherever a store lies now
+        if (now["cache_images"] is None) != (before["cache_images"] is None):
+            begun = "the images themselves" if before["cache_images"] is None else "a store of its images"
+            raise ValueError(
+                f"--resume continues the run as it was: it was begun with {begun}. Leave --cache-images out, or start "
+                "a new run with another --out"
+            )
+        if now["cache_images"] is not None:
+            now["cache_images"] = store.moved(before["cache_images"], now["cache_images"])
     # what was asked for then is known as what it came to: whole steps, a batch no larger than the data
     images = round(before["steps"] * before["batch_size"] / before["epochs"])
     came_to = {
