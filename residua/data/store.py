@@ -87,6 +87,13 @@ class StoredSource(Source):
             self._checked[i] = True
         return decode.shrink(pixels.reshape(height, width, self.channels), target)
 
+    def fetch(self, i: int) -> None:
+        """Has the system read an image that is not in memory, for when it is wanted; returns nothing."""
+        end, height, width, _ = self._rows[i].item()
+        start = (end - height * width * self.channels) // mmap.PAGESIZE * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_WILLNEED") and height:  # not on Windows
+            self._mapped.madvise(mmap.MADV_WILLNEED, start, end - start)
+
     def size(self, i: int) -> tuple[int, int]:
         _, height, width, _ = self._rows[i].item()
         return (height, width) if height else stored_size(*self.images.size(i), self.side)
@@ -116,7 +123,8 @@ class StoredSource(Source):
         return self.folder.name
 
     def _open(self) -> None:
-        self._rows, self._pixels = _map(self.folder / "index").view(_ROW), _map(self.folder / "pixels")
+        self._mapped = _mapped(self.folder / "pixels")
+        self._pixels, self._rows = np.frombuffer(self._mapped, np.uint8), _read_index(self.folder)
         self._checked = np.zeros(len(self._rows), bool)
 
     def _tell_damaged(self, i: int) -> None:
@@ -129,7 +137,8 @@ class StoredSource(Source):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_rows", "_pixels", "_checked")}
+        opened = ("_mapped", "_pixels", "_rows", "_checked")
+        return {key: value for key, value in self.__dict__.items() if key not in opened}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -446,7 +455,7 @@ def remove(store: Store) -> None:
 
 def verify(store: Store, progress: Progress | None = None) -> int:
     """Read a whole store, and count the images whose checksum differs."""
-    rows, pixels = _map(store.folder / "index").view(_ROW), _map(store.folder / "pixels")
+    rows, pixels = _read_index(store.folder), np.frombuffer(_mapped(store.folder / "pixels"), np.uint8)
     damaged = start = 0
     for i, (end, height, _, check) in enumerate(rows.tolist()):
         damaged += check != (_check(pixels[start:end]) if height else _UNREADABLE)
@@ -466,18 +475,15 @@ def _state(folder: Path, about: dict[str, Any]) -> str | None:
     if "index" not in found:
         return ""
     try:
-        rows = _map(folder / "index")
-        if _check(rows) != found["index"]:
-            return "the checksum of its index differs"
+        rows = _read_index(folder)
         size = (folder / "pixels").stat().st_size
     except (OSError, ValueError) as error:
         return str(error)
-    if len(rows) != found["images"] * _ROW.itemsize:
-        return f"its index is of {len(rows) / _ROW.itemsize:,.0f} images"
-    table = rows.view(_ROW)
-    areas = table["height"].astype(np.float64) * table["width"] * found["channels"]
-    flat = (table["height"] > 0) != (table["width"] > 0)
-    if flat.any() or not (np.cumsum(areas) == table["end"]).all() or table["end"][-1] != size:
+    if _check(rows.view(np.uint8)) != found["index"]:
+        return "the checksum of its index differs"
+    areas = rows["height"].astype(np.float64) * rows["width"] * found["channels"]
+    flat = (rows["height"] > 0) != (rows["width"] > 0)
+    if len(rows) != found["images"] or flat.any() or rows["end"][-1] != size or (np.cumsum(areas) != rows["end"]).any():
         return "its files do not fit together"
     return None
 
@@ -515,10 +521,15 @@ def _bytes_in(folder: Path) -> int:
     return sum(file.stat().st_size for file in files if file.exists())
 
 
-def _map(path: Path) -> np.ndarray:
-    """A file's bytes, mapped: read-only, as what may be written counts as memory taken."""
+def _mapped(path: Path) -> mmap.mmap:
+    """A file, mapped: read-only, as what may be written counts as memory taken."""
     with path.open("rb") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _read_index(folder: Path) -> np.ndarray:
+    """The index, mapped; a ValueError where it is no whole number of rows."""
+    return np.frombuffer(_mapped(folder / "index"), _ROW)
 
 
 def _size(count: float) -> str:
