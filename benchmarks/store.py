@@ -70,12 +70,10 @@ def main() -> None:
         found: dict[str, object] = {"images": len(source), "workers": args.workers}
         for side in args.sides:
             values = quality(source, order[: args.views].tolist(), side)
-            text = ", ".join(
-                f"{name} {statistics.mean(v):.1f} dB (5 % below {np.quantile(v, 0.05):.1f})"
-                for name, v in values.items()
-            )
+            psnr_of = {name: (statistics.mean(v), float(np.quantile(v, 0.05))) for name, v in values.items()}
+            text = ", ".join(f"{name} {mean:.1f} dB (5 % below {low:.1f})" for name, (mean, low) in psnr_of.items())
             print(f"side {side}: {text}; {store.estimate(source, side) / len(source) / 1e3:,.0f} kB an image")
-            found[f"psnr at {side}"] = values
+            found[f"psnr at {side}"] = psnr_of
         times = found["seconds"] = {}
         start = time.perf_counter()
         kept = store.stored(source, made)

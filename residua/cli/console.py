@@ -136,7 +136,10 @@ def cached(splits: Splits, where: str | None, model: Any, size: tuple[int, int] 
     known = getattr(model, "preprocessing", None) or getattr(encoder_of(model), "preprocessing", None)
     view = max(size or (known.img_size if known else encoder_of(model).img_size))
     side = side_for(view, known.crop_pct if known else 1.0)
-    return stored_splits(splits, where, side, on_bad_image=on_bad_image, progress=counting)
+    found = stored_splits(splits, where, side, on_bad_image=on_bad_image, progress=counting)
+    if found.name == splits.name:
+        raise ValueError(f"{splits.name} has no store: leave --cache-images out")
+    return found
 
 
 def bad_images(model: str, spec: str) -> Any:

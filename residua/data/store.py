@@ -209,7 +209,10 @@ def stored(
     base = source
     while isinstance(base, Subset):
         base = base.parent
-    if base.array() is not None or len(source) == 0:
+    if len(source) == 0:
+        return source
+    if base.array() is not None:
+        tell(f"{source.name}: its images lie decoded in memory, and need no store")
         return source
     if source.dtype != np.uint8:
         raise DataError(

@@ -413,15 +413,8 @@ def resumed(given: C, names: Collection[str] = ()) -> C:
     orchestration = {f.name for f in fields(machine)}
     if before["resident"] != "auto":  # the way in which images came is kept: another one rounds their pixels otherwise
         orchestration.discard("resident")
-    if now["cache_images"] is not None or "cache_images" in names:  # likewise, wherever a store lies now
-        if (now["cache_images"] is None) != (before["cache_images"] is None):
-            begun = "the images themselves" if before["cache_images"] is None else "a store of its images"
-            raise ValueError(
-                f"--resume continues the run as it was: it was begun with {begun}. Leave --cache-images out, or start "
-                "a new run with another --out"
-            )
-        if now["cache_images"] is not None:
-            now["cache_images"] = store.moved(before["cache_images"], now["cache_images"])
+    if now["cache_images"] is not None or "cache_images" in names:
+        now["cache_images"] = _store_kept(before["cache_images"], now["cache_images"])
     # what was asked for then is known as what it came to: whole steps, a batch no larger than the data
     images = round(before["steps"] * before["batch_size"] / before["epochs"])
     came_to = {
@@ -440,6 +433,22 @@ def resumed(given: C, names: Collection[str] = ()) -> C:
             )
     changed = {k: now[k] for k in orchestration if k in names or now[k] != fresh[k]}
     return saved.override(**changed)
+
+
+def _store_kept(before: str | None, now: str | None) -> str | None:
+    """The store that a run goes on with: the one that it was begun with, wherever that lies now."""
+    if before is not None and now is not None:
+        return store.moved(before, now)
+    if before == now:
+        return None
+    begun = "the images themselves" if before is None else "a store of its images"
+    if now != "auto":
+        raise ValueError(
+            f"--resume continues the run as it was: it was begun with {begun}. Leave --cache-images out, or start a "
+            "new run with another --out"
+        )
+    tell(f"the run was begun with {begun}, and goes on with them")
+    return None
 
 
 def _check_whole(saved: Config, path: Path) -> None:

@@ -434,7 +434,8 @@ def test_more_than_8_bits_are_refused(tmp_path: Path) -> None:
 
 def test_images_in_memory_stay_there(tmp_path: Path) -> None:
     digits = load("digits?classes=3").train
-    assert stored(digits, str(tmp_path / "stores")) is digits
+    with pytest.warns(DataWarning, match="decoded in memory, and need no store"):
+        assert stored(digits, str(tmp_path / "stores")) is digits
     assert not (tmp_path / "stores").exists()
 
 

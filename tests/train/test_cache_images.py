@@ -113,9 +113,12 @@ def test_resume_refuses_other_images_or_another_way(
     pretrain(small(stored, **settings(photos, tmp_path / "stores")))
     pretrain(small(plain, **settings(photos, None)))
     assert kept(plain) is None
-    for where in ("auto", str(tmp_path / "stores")):
-        with pytest.raises(ValueError, match="begun with the images themselves"):
-            prepare(small(plain, **settings(photos, where), resume=True))
+    with pytest.raises(ValueError, match="begun with the images themselves"):
+        prepare(small(plain, **settings(photos, tmp_path / "stores"), resume=True))
+    with pytest.warns(DataWarning, match="begun with the images themselves, and goes on with them"):
+        session = prepare(small(plain, **settings(photos, "auto"), resume=True))
+    assert store.store_of(session.feed.source) is None
+    session.close()
     again = small(stored, **settings(photos, None), resume=True)
     with pytest.raises(ValueError, match="begun with a store of its images"):
         prepare(again, given={"cache_images"})
@@ -172,6 +175,8 @@ def test_scores_name_the_store(photos: str, tmp_path: Path, capsys: pytest.Captu
     assert found["data"].startswith("photos, stored at 256 px (")
     assert all(each.folder.name[:8] in found["data"] for each in known)
     assert "stored at 256 px" in capsys.readouterr().out
+    assert cli.main(["evaluate", str(run), "--data", "shapes?n=9&size=16", "--device", "cpu", *place]) == 2
+    assert "leave --cache-images out" in capsys.readouterr().err
     out = tmp_path / "features.parquet"
     assert cli.main(["embed", str(run), "--data", photos, "--device", "cpu", "--out", str(out), *place]) == 0
     import pyarrow.parquet as pq
