@@ -54,6 +54,12 @@ def shrunk_size(height: int, width: int, target: int | None) -> tuple[int, int]:
     return max(1, round(height * factor)), max(1, round(width * factor))
 
 
+def side_size(height: int, width: int, side: int) -> tuple[int, int]:
+    """Size of an image whose shorter side is shrunk to `side`; a smaller image keeps its own."""
+    factor = min(1.0, side / min(height, width))
+    return max(1, round(height * factor)), max(1, round(width * factor))
+
+
 def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """Antialiased bicubic resize of an (H, W, C) array, dtype kept."""
     if image.shape[:2] == (height, width):
