@@ -144,19 +144,19 @@ class Feed:
         decoder.memory = slots.memory
         times = {"reading": 0.0, "decoding": 0.0, "handing over": 0.0}
 
-        def timed(what: str, work: Callable[[], Any]) -> Any:
+        def timed(what: str, work: Callable[..., Any], *of: Any) -> Any:
             start = time.perf_counter()
-            found = work()
+            found = work(*of)
             times[what] += time.perf_counter() - start
             return found
 
         for k in range(0, len(wanted), slots.memory.shape[1]):
             task = Task(0, wanted[k : k + slots.memory.shape[1]])
-            timed("reading", lambda task=task: [self.source.fetch(i) for i, _ in task.wanted])
-            done = timed("decoding", lambda task=task: decoder.__getitems__(task))
+            timed("reading", list, map(self.source.fetch, [i for i, _ in task.wanted]))
+            done = timed("decoding", decoder.__getitems__, task)
             if isinstance(done, DataError):
                 raise done
-            timed("handing over", lambda done=done: self._arriving(len(done.index)).add(slots, done))
+            timed("handing over", self._arriving(len(done.numbers)).add, slots, done)
         for what in times:
             times[what] *= len(index) / len(wanted) / (1 if what == "handing over" else max(1, self.workers))
         times["decoding"] = max(0.0, times["decoding"] - times["reading"])
@@ -355,7 +355,7 @@ class _Arriving:
 
     def add(self, slots: Slots, done: Done) -> bool:
         """A task's images, whose slot is given back; whether the batch is complete."""
-        memory, at = slots.memory[done.slot, : len(done.index)], len(self.index)
+        memory, at = slots.memory[done.slot, : len(done.numbers)], len(self.index)
         with torch.cuda.stream(self.stream):  # does nothing where the stream is None
             if at == 0:
                 self.pixels = torch.empty(self.total, *memory.shape[1:], dtype=memory.dtype, device=self.device)
@@ -366,7 +366,7 @@ class _Arriving:
                 room.copy_(memory, non_blocking=slots.pinned)
             left = self.stream.record_event() if self.stream is not None and slots.pinned else None
         slots.give(done.slot, left)
-        self.index += done.index
+        self.index += done.numbers
         self.sizes += done.sizes
         return len(self.index) == self.total
 

@@ -39,7 +39,7 @@ class Done(NamedTuple):
     """A task that was done; its pixels lie in the slot."""
 
     slot: int
-    index: list[int]  # numbers of the images that were used
+    numbers: list[int]  # of the images that were used
     sizes: list[tuple[int, int]]
     bad: list[int]  # numbers of images that cannot be read
 
@@ -170,7 +170,7 @@ class Decoder(Dataset[Any]):
                     image = self._kept(image)
                     images.append(decode.as_tensor(image).permute(2, 0, 1))
                     epochs.append(epoch)
-                    done.index.append(j)
+                    done.numbers.append(j)
                     done.sizes.append((image.shape[0], image.shape[1]))
         return images, epochs, done
 
@@ -190,13 +190,13 @@ class Decoder(Dataset[Any]):
                         row.zero_()
                     row[:height, :width] = image.permute(1, 2, 0)
             case crops if images:
-                index, sizes = torch.tensor(done.index), torch.tensor(done.sizes)
+                index, sizes = torch.tensor(done.numbers), torch.tensor(done.sizes)
                 crops.cut(images, index, torch.tensor(epochs), sizes, out)
 
     def _kept(self, image: np.ndarray) -> np.ndarray:
         """As a resident feed has it."""
         if self.side is not None:
-            image = decode.resize(image, *decode.side_size(*image.shape[:2], self.side))
+            image = decode.resize(image, *decode.side_size(image.shape[0], image.shape[1], self.side))
         image = fit(image, *self.canvas, self.squash)
         return image if image.dtype == np.uint8 else decode.to_unit(image)
 

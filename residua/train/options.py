@@ -116,6 +116,9 @@ class MachineConfig:
     resident: bool | Auto = "auto"
     """Keep all images in device memory; auto: if they fit. Otherwise workers make the training views. A run that is
     resumed goes on in the same way."""
+    resident_side: int | None = None
+    """Shrink the shorter side of images in device memory to so many pixels, so that more of them fit: 256 for views of
+    224. Default: full size up to twice the view."""
     workers: int | None = None
     """Decoding processes where images are streamed; default: one per core, at most 16; the processes of
     a machine share its cores."""
