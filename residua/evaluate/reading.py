@@ -324,6 +324,25 @@ def pass_over(feed: Feed, reader: Reader, view: View, store: Store) -> Tensor:
     return torch.cat(numbers)
 
 
+def in_rounds(feed: Feed, reader: Reader, view: View) -> Iterator[tuple[Tensor, dict[Any, Tensor]]]:
+    """Image numbers (n,) in order and features (1 + views, n, D) of a batch of each process, as all of them have it.
+
+    Nothing is kept: what is read may be larger than memory.
+    """
+    rank, size = world()
+    batches = torch.arange(len(feed)).split(view.batch_size)
+    if size == 1:
+        yield from read(feed, reader, view, batches)
+        return
+    rounds = [batches[k : k + size] for k in range(0, len(batches), size)]
+    own = [part[min(rank, len(part) - 1)] for part in rounds]  # where there is none left, the last one's again
+    for index, features in read(feed, reader, view, own):
+        number, whole = index, {}
+        for key, mine in features.items():
+            number, whole[key] = gather_rows(index, mine)
+        yield number, whole
+
+
 def collect_all(feed: Feed, reader: Reader, view: View) -> tuple[Tensor, dict[Any, Tensor]]:
     """Image numbers (N,) in order and features (1 + views, N, D), read by all processes together."""
     store = Memory(len(feed))
