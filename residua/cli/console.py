@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import webbrowser
@@ -183,10 +184,10 @@ def dry_run(session: Session[Any, Any]) -> None:
     from residua.train.session import estimate, hours
 
     guess = estimate(session)
-    console.print(f"[bold]memory[/]   about {guess['memory_gib']:.2g} GiB for the network and one micro-batch")
-    console.print(
-        f"[bold]time[/]     about {hours(guess['seconds'])}, from three steps; nothing was trained or written"
-    )
+    console.print(f"[bold]memory[/]   about {guess.memory_gib:.2g} GiB for the network and one micro-batch")
+    rates = ", ".join(f"{stage} {rate:,.0f}" for stage, rate in guess.rates.items() if math.isfinite(rate))
+    console.print(f"[bold]images/s[/] {rates}: {guess.limit} is the limit")
+    console.print(f"[bold]time[/]     about {hours(guess.seconds)}, from three steps; nothing was trained or written")
 
 
 def warn_shared(splits: Splits) -> None:

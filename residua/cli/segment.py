@@ -9,7 +9,20 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import bad_images, cached, console, data_of, device_of, img_size, note, open_any, out_file, say, writable
+from .console import (
+    accelerator_of,
+    bad_images,
+    cached,
+    console,
+    data_of,
+    device_of,
+    img_size,
+    note,
+    open_any,
+    out_file,
+    say,
+    writable,
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,8 @@ def segment(args: list[str]) -> None:
     from residua.evaluate import segment
 
     o = tyro.cli(SegmentOptions, args=args, prog="residua segment")
-    size = img_size(o.img_size)
+    size, accelerator = img_size(o.img_size), accelerator_of(o.device)
+    device = device_of(o.device) if accelerator is None else str(accelerator.device)
     model = open_any(o.model, o.weights, size)
     data, run = o.data or data_of(o.model), Path(o.model).expanduser()
     name = "segmentation-stored.json" if o.cache_images else "segmentation.json"
@@ -80,9 +94,11 @@ def segment(args: list[str]) -> None:
         model, splits, masks=o.masks, split=o.split, layer=o.layer, max_images=o.max_images,
         img_size=size, ignore_index=None if o.ignore_index < 0 else o.ignore_index,
         count_absent=o.count_absent, seed=o.seed, baselines=o.baselines, batch_size=o.batch_size,
-        intra=o.intra, inter=o.inter, device=device_of(o.device),
+        intra=o.intra, inter=o.inter, device=device,
         on_bad_image=on_bad_image,
     )  # fmt: skip
+    if accelerator is not None and not accelerator.is_main_process:
+        return
     if result.without_mask:
         note(f"{result.without_mask:,} images have no mask in {o.masks} and were left out")
     console.print(result.table())

@@ -37,8 +37,9 @@ from residua.data import decode
 from residua.data.arrays import cache_dir
 from residua.data.augment import uncropped
 from residua.data.errors import BadImage, DataError, tell
-from residua.data.feed import _WAY_OUT, OnBadImage, Progress
+from residua.data.feed import OnBadImage, Progress
 from residua.data.source import Source, Splits, Stats, Subset, evenly, fingerprint_of
+from residua.data.workers import WAY_OUT
 from residua.files import FULL, named, sync, write_text
 from residua.room import cores
 
@@ -96,7 +97,7 @@ class StoredSource(Source):
 
     def size(self, i: int) -> tuple[int, int]:
         _, height, width, _ = self._rows[i].item()
-        return (height, width) if height else stored_size(*self.images.size(i), self.side)
+        return (height, width) if height else decode.side_size(*self.images.size(i), self.side)
 
     def sizes(self) -> np.ndarray:
         rows = self._rows[evenly(len(self), _PROBED)]
@@ -117,7 +118,7 @@ class StoredSource(Source):
         return self.images.weights()
 
     def digest(self, i: int) -> bytes:
-        return self.images.digest(i)
+        return bytes.fromhex(fingerprint_of(self.side, self.images.digest(i)))
 
     def fingerprint(self) -> str:
         return self.folder.name
@@ -151,15 +152,9 @@ def side_for(view: int, crop_pct: float = 1.0) -> int:
     return max(SIDE, 32 * math.ceil(uncropped(view, min(crop_pct, 7 / 8)) / 32))
 
 
-def stored_size(height: int, width: int, side: int) -> tuple[int, int]:
-    """Size that an image is stored at: its shorter side no longer than `side`."""
-    factor = min(1.0, side / min(height, width))
-    return round(height * factor), round(width * factor)
-
-
 def estimate(source: Source, side: int = SIDE) -> int:
     """About how many bytes a store takes, from the sizes of a sample of the images."""
-    areas = [math.prod(stored_size(height, width, side)) for height, width in source.sizes().tolist()]
+    areas = [math.prod(decode.side_size(height, width, side)) for height, width in source.sizes().tolist()]
     return round(len(source) * source.channels * float(np.mean(areas)))
 
 
@@ -206,12 +201,9 @@ def stored(
     One process makes a store, the others wait for it. `NoStore` where there is no room; of `auto` also where three
     times its bytes are not free.
     """
-    base = source
-    while isinstance(base, Subset):
-        base = base.parent
     if len(source) == 0:
         return source
-    if base.array() is not None:
+    if source.in_memory:
         tell(f"{source.name}: its images lie decoded in memory, and need no store")
         return source
     if source.dtype != np.uint8:
@@ -316,7 +308,7 @@ def _build(
                 pixels.write(image.data)
                 end += image.nbytes
             elif on_bad_image == "error":
-                raise BadImage(image.where, f"{image.why} ({_WAY_OUT})") from image
+                raise BadImage(image.where, f"{image.why} ({WAY_OUT})") from image
             index.write(np.array((end, height, width, check), _ROW).tobytes())
             if progress is not None:
                 progress("decoding images into their store", i + 1, len(source))
@@ -361,7 +353,7 @@ def _read(source: Source, i: int, side: int) -> np.ndarray:
     """An image as it is stored; one of many megapixels is shrunk on reading first, as it is for training."""
     image = source.read(i, side)
     height, width = image.shape[:2]
-    return decode.resize(image, *stored_size(height, width, side))
+    return decode.resize(image, *decode.side_size(height, width, side))
 
 
 def _confirmed(folder: Path, about: dict[str, Any], progress: Progress | None) -> tuple[int, int]:

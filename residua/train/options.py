@@ -116,6 +116,9 @@ class MachineConfig:
     resident: bool | Auto = "auto"
     """Keep all images in device memory; auto: if they fit. Otherwise workers make the training views. A run that is
     resumed goes on in the same way."""
+    resident_side: int | None = None
+    """Shrink the shorter side of images in device memory to so many pixels, so that more of them fit: 256 for views of
+    224. Default: full size up to twice the view."""
     cache_images: str | None = None
     """Decode images once, into a store at 256 px on their shorter side (more for views above 224 px), in this folder;
     auto: in the user's cache directory, where three times its size is free. Views then differ a little from those of
