@@ -318,6 +318,9 @@ def _build(
             os.fsync(file.fileno())
     if end == 0:
         raise DataError(f"{source.name}: none of its {len(source)} images can be read")
+    if source.fingerprint() != about["fingerprint"]:
+        shutil.rmtree(folder)
+        raise DataError(f"{source.name}: its images changed while they were decoded into {folder}: start again")
     rows = (folder / "index").read_bytes()
     write_text(folder / "store.json", json.dumps(about | {"bytes": end, "index": zlib.crc32(rows)}))
     sync(folder)
@@ -351,7 +354,8 @@ def _decoded(source: Source, numbers: Sequence[int], side: int) -> Iterator[np.n
 
 def _read(source: Source, i: int, side: int) -> np.ndarray:
     """An image as it is stored; one of many megapixels is shrunk on reading first, as it is for training."""
-    image = source.read(i, side)
+    data = source.fetch(i)
+    image = source.read(i, side) if data is None else source.read(i, side, data)
     height, width = image.shape[:2]
     return decode.resize(image, *decode.side_size(height, width, side))
 

@@ -150,6 +150,17 @@ def test_another_side_or_image_is_another_store(photos: Path, tmp_path: Path) ->
     assert len(stores_in(tmp_path / "stores")) == 3
 
 
+def test_images_that_change_while_they_are_decoded_have_no_store(photos: Path, tmp_path: Path) -> None:
+    def swap(what: str, done: int, total: int) -> None:
+        if done == 9:
+            Image.new("RGB", (61, 40), "red").save(photos / "0.jpg")
+
+    with pytest.raises(DataError, match="changed while they were decoded"):
+        build(photos, tmp_path / "stores", progress=swap)
+    assert not stores_in(tmp_path / "stores")
+    assert whole(build(photos, tmp_path / "stores"))
+
+
 # ---------------------------------------------------------------- cut short, damaged, full
 
 BUILDER = """
