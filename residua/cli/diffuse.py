@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
+from residua.commands.console import Bar, announce, console, counting, dry_run, note, say, typed
 from residua.recipes.arguments import settings
-
-from .console import Bar, announce, console, counting, dry_run, note, say, typed
 
 if TYPE_CHECKING:
     from residua.train.diffuse import Diffusion

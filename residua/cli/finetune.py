@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from residua.commands.console import Bar, announce, counting, dry_run, note, say, typed, warn_shared
 from residua.recipes.arguments import finetune_settings
-
-from .console import Bar, announce, counting, dry_run, note, say, typed, warn_shared
 
 if TYPE_CHECKING:
     from residua.evaluate.finetune import FinetuneResult

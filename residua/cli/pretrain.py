@@ -5,9 +5,19 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
+from residua.commands.console import (
+    Bar,
+    announce,
+    console,
+    counting,
+    dry_run,
+    note,
+    quickest_probe,
+    say,
+    typed,
+    warn_shared,
+)
 from residua.recipes.arguments import settings
-
-from .console import Bar, announce, console, counting, dry_run, note, quickest_probe, say, typed, warn_shared
 
 if TYPE_CHECKING:
     from residua.train.health import Health
