@@ -31,7 +31,7 @@ TINY = """
     ],
 )  # fmt: skip
 def test_a_setting_takes_the_place_of_a_recipes_other(args: list[str], settings: dict[str, Any]) -> None:
-    from residua.cli.pretrain import settings as parse
+    from residua.recipes.arguments import settings as parse
     from residua.train import Pretrain
 
     found = parse(Pretrain, ["mae-shapes", *args], "pretrain", "").settings()
