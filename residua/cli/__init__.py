@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from residua.commands.console import console, fail, note, say
 from residua.files import FULL
-
-from .console import console, fail, note, say
 
 # Threads that spin while they wait slow each other down a hundredfold where another program wants the cores too.
 # Read when torch is imported, which happens inside the commands.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, subcommand
 
-from .console import counting, note, out_file, print_nested, say
+from residua.commands.console import counting, note, out_file, print_nested, say
 
 if TYPE_CHECKING:
     from residua.data import Splits

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import (
+from residua.commands.console import (
     accelerator_of,
     bad_images,
     cached,

@@ -9,7 +9,7 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import (
+from residua.commands.console import (
     accelerator_of,
     bad_images,
     cached,

@@ -9,7 +9,7 @@ import pytest
 from drive import STEPS, command_rank, failing_rank, pretrain, small, stopped_rank, together
 
 from residua import cli
-from residua.cli.console import typed
+from residua.commands.console import typed
 from residua.train import Finetune, Pretrain, read_metrics
 from residua.train.checkpoint import checkpoints
 
