@@ -21,7 +21,7 @@ import torch
 from streaming import BATCH, SIDE, feed_rate, make_photos
 from torch import Tensor
 
-from residua.data import Crops, Source, decode, load, store
+from residua.data import Batch, Crops, Source, decode, load, store
 from residua.data.augment import resample
 
 
@@ -45,7 +45,7 @@ def quality(source: Source, numbers: list[int], side: int) -> dict[str, list[flo
         scaled = box * (less / sizes).repeat(1, 2)
         views = (resample(x[None], part, shape, mirrored) for x, part in ((full, box), (small, scaled)))
         found["same part"].append(psnr(*views))
-        cut = (crops.cut([x], index, 0, size) / 255 for x, size in ((full, sizes), (small, less)))
+        cut = (crops(Batch(x[None], size, index), 0) for x, size in ((full, sizes), (small, less)))
         found["as cut"].append(psnr(*cut))
     return found
 
