@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from residua.files import FULL
+from residua.progress import listen
 
-from .console import console, fail, note, say
+from .console import console, counting, fail, note, say
 
 # Threads that spin while they wait slow each other down a hundredfold where another program wants the cores too.
 # Read when torch is imported, which happens inside the commands.
@@ -114,6 +115,7 @@ def _main(args: list[str]) -> int:
         module = importlib.import_module(f"residua.cli.{COMMANDS[name]}")
         with warnings.catch_warnings():
             warnings.showwarning = _as_note(warnings.showwarning)
+            listen(counting)
             getattr(module, name)(args)
             _part()
     except KeyboardInterrupt:

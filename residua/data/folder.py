@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import time
 from collections import Counter, deque
 from pathlib import Path
 
 import numpy as np
 
-from residua.data.decode import SUFFIXES, VERSION
+from residua.data import decode
+from residua.data.decode import SUFFIXES
 from residua.data.errors import DataError, tell
+from residua.data.index import Hashes, file_stamps, fingerprint_of, settled
 from residua.data.remote import is_url
-from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
+from residua.data.source import EncodedSource, Source, Splits, threaded
 
 TEST_NAMES = ("test", "val", "valid", "validation")
 _HELD_OUT = 0.1
+_AT_ONCE = 1024  # files whose status a thread asks for at once
 _ANNOTATIONS = Path("val", "val_annotations.txt")  # of Tiny-ImageNet
 
 
@@ -35,6 +39,7 @@ class FolderSource(EncodedSource):
         like: Source | None = None,
     ) -> None:
         self.base, self.files = base, files
+        self.hashes = Hashes(fingerprint_of("folder", str(base.resolve()), files), len(files))
         super().__init__(name, split, len(files), classes=classes, labels=labels, like=like)
 
     def encoded(self, i: int) -> Path:
@@ -44,19 +49,22 @@ class FolderSource(EncodedSource):
         return self.files[i]
 
     def weights(self) -> np.ndarray:
-        return np.array([self._status(i).st_size for i in range(len(self))], np.int64)
+        return self._stamps(np.arange(len(self)))[:, 0]
 
-    def fingerprint(self) -> str:
-        stats = [self._status(i) for i in range(len(self))]
-        stamps = np.array([(s.st_size, s.st_mtime_ns) for s in stats], np.int64)
-        return fingerprint_of(VERSION, self.files, stamps, self.labels if self.labels is not None else "none")
+    def stamps(self, numbers: np.ndarray) -> np.ndarray:
+        asked = time.time()
+        return settled(self._stamps(numbers), asked)
 
-    def _status(self, i: int) -> os.stat_result:
-        path = os.path.join(self.base, self.files[i])  # making a `Path` would take longer than asking for the status
-        try:
-            return os.stat(path)
-        except OSError:
-            return os.lstat(path)  # a link that leads nowhere is an unreadable image
+    def stamp(self) -> str:
+        times = self._stamps(np.arange(len(self)))[:, :2]
+        return fingerprint_of(decode.VERSION, self.files, times, self.labels if self.labels is not None else "none")
+
+    def _stamps(self, numbers: np.ndarray) -> np.ndarray:
+        def some(start: int) -> np.ndarray:
+            part = numbers[start : start + _AT_ONCE].tolist()
+            return file_stamps([os.path.join(self.base, self.files[i]) for i in part])  # `Path`s would take longer
+
+        return np.concatenate(threaded(some, range(0, len(numbers), _AT_ONCE)))
 
 
 def load_folder(path: str) -> Splits:

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from residua import files, lock
-from residua.data.arrays import cache_dir
 from residua.data.errors import DataError, tell
-from residua.data.source import fingerprint_of
+from residua.data.index import cache_dir, fingerprint_of
 from residua.missing import pip_install
 from residua.room import set_aside
 

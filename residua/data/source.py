@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,8 @@ import numpy as np
 
 from residua.data import decode
 from residua.data.errors import BadImage, DataError, some, tell
+from residua.data.index import UNSURE, Hashes, fingerprint_of, hash_of
+from residua.progress import counted
 from residua.room import cores
 
 Stats = tuple[tuple[float, ...], tuple[float, ...]]
@@ -25,6 +27,7 @@ _STAT_IMAGES = 4096  # images that channel statistics are taken from, at most
 _STAT_PIXELS = 400e6  # and about so many pixels, but never fewer than 256 images
 _COMPARED = 512 << 20  # bytes read to find images of both splits, unless told
 _BLOCK = 4096  # bytes that reading a file costs at least
+_HASHED = 1024  # images whose hashes are asked for at once
 _TASK = 64  # items that a thread is given at once, at most
 
 
@@ -75,9 +78,33 @@ class Source(ABC):
     def size(self, i: int) -> tuple[int, int]:
         """(height, width) of image `i`, without decoding it where that is possible."""
 
-    @abstractmethod
     def fingerprint(self) -> str:
-        """A key that changes when the images or labels do, for caches of what was computed from them."""
+        """What the set is: a hash of the name, the length and the bytes of every image, and of the labels.
+
+        A copy of the set has the same one. Of an image in an array the pixels are its bytes; an image that cannot be
+        read has none. Hashes are kept, so that only images that are new or may have changed are read.
+        """
+        state = hashlib.blake2b(digest_size=16)
+        for numbers, contents in _contents(self, np.arange(len(self))):
+            state.update(fingerprint_of([self.identify(i) for i in numbers.tolist()], contents).encode())
+        labels = self.labels if self.labels is not None else "none"
+        return fingerprint_of(decode.VERSION, len(self), state.hexdigest(), labels)
+
+    def stamp(self) -> str:
+        """A key that changes when the images or labels do, found without reading them: from lengths and times of
+        change where they lie in files, so that a copy may have another one."""
+        return self.fingerprint()
+
+    def contents(self, numbers: np.ndarray) -> np.ndarray:
+        """Length and hash of the bytes of these images, uint64 (n, 3); a hash of zeros where they cannot be read."""
+        hashes = threaded(self._hash, numbers.tolist())
+        return np.frombuffer(b"".join(bytes(8) + found for found in hashes), np.uint64).reshape(-1, 3)
+
+    def _hash(self, i: int) -> bytes:
+        try:
+            return self.digest(i)
+        except BadImage:
+            return bytes(16)
 
     def identify(self, i: int) -> str:
         """A name for image `i` that a person can look up."""
@@ -231,9 +258,12 @@ class Subset(Source):
     def digest(self, i: int) -> bytes:
         return self.parent.digest(int(self.indices[i]))
 
-    def fingerprint(self) -> str:
+    def contents(self, numbers: np.ndarray) -> np.ndarray:
+        return self.parent.contents(self.indices[numbers])
+
+    def stamp(self) -> str:
         changed = [self.labels] if self._renumbered else []
-        return fingerprint_of(self.parent.fingerprint(), self.indices, *changed)
+        return fingerprint_of(self.parent.stamp(), self.indices, *changed)
 
 
 class EncodedSource(Source):
@@ -244,6 +274,8 @@ class EncodedSource(Source):
     image of another number of channels than most (grey and colour are alike), or of floats beyond [0, 1] beside
     integers, is a bad one. A test split takes all that from its training split (`like`).
     """
+
+    hashes: Hashes
 
     def __init__(
         self,
@@ -266,6 +298,13 @@ class EncodedSource(Source):
     def encoded(self, i: int) -> bytes | Path:
         """Image `i` as stored."""
 
+    @abstractmethod
+    def stamps(self, numbers: np.ndarray) -> np.ndarray:
+        """(bytes, and two numbers that change when they do) of these images, without reading them; int64 (n, 3).
+
+        The second is `UNSURE` where they may change and this does not.
+        """
+
     def __len__(self) -> int:
         return self._count
 
@@ -274,12 +313,18 @@ class EncodedSource(Source):
         return head.height, head.width
 
     def fetch(self, i: int) -> bytes | None:
+        number = np.array([i])
         try:
+            stamps = None if self.hashes.has(i) else self.stamps(number)
             data = self.encoded(i)
             if isinstance(data, Path):
-                return None if data.suffix.lower() == ".npy" else data.read_bytes()
+                if data.suffix.lower() == ".npy":
+                    return None
+                data = data.read_bytes()
         except (OSError, BadImage):  # `read` says what is wrong
             return None
+        if stamps is not None and stamps[0, 1] != UNSURE:
+            self.hashes.keep(number, stamps, np.frombuffer(hash_of(data), np.uint64)[None])
         return data
 
     def read(self, i: int, target: int | None = None, data: bytes | None = None) -> np.ndarray:
@@ -307,7 +352,17 @@ class EncodedSource(Source):
             data = data.read_bytes() if isinstance(data, Path) else data
         except OSError as error:
             raise BadImage(self.identify(i), error) from error
-        return hashlib.blake2b(data, digest_size=16).digest()
+        return hash_of(data)
+
+    def contents(self, numbers: np.ndarray) -> np.ndarray:
+        stamps = self.stamps(numbers)  # before what is read
+        hashes = self.hashes.of(numbers, stamps)
+        unknown = np.flatnonzero(~hashes.any(1))
+        if len(unknown):
+            read = b"".join(threaded(self._hash, numbers[unknown].tolist()))
+            hashes[unknown] = np.frombuffer(read, np.uint64).reshape(-1, 2)
+            self.hashes.keep(numbers[unknown], stamps[unknown], hashes[unknown])
+        return np.concatenate([stamps[:, :1].astype(np.uint64), hashes], 1)
 
     def _probe(self) -> tuple[int, np.dtype, bool]:
         """Channels, dtype, and whether integers and floats come together."""
@@ -382,16 +437,18 @@ def count_shared(train: Source, test: Source, most: int | None = _COMPARED) -> i
     return sum(digest in seen for digest in _digests(test, np.isin(theirs, lengths[chosen])))
 
 
-def _digests(source: Source, chosen: np.ndarray) -> list[bytes]:
+def _digests(source: Source, chosen: np.ndarray) -> Iterator[bytes]:
     """Of the images that a mask chooses and that can be read."""
+    for _, contents in _contents(source, np.flatnonzero(chosen)):
+        yield from (row.tobytes() for row in contents[:, 1:] if row.any())
 
-    def digest(i: int) -> bytes | None:
-        try:
-            return source.digest(i)
-        except BadImage:
-            return None
 
-    return [found for found in threaded(digest, np.flatnonzero(chosen).tolist()) if found is not None]
+def _contents(source: Source, numbers: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Numbers of images with their `Source.contents`, part by part."""
+    for start in range(0, len(numbers), _HASHED):
+        part = numbers[start : start + _HASHED]
+        yield part, source.contents(part)
+        counted("hashing images", start + len(part), len(numbers))
 
 
 def evenly(count: int, most: int) -> list[int]:
@@ -403,6 +460,8 @@ def evenly(count: int, most: int) -> list[int]:
 
 def threaded(function: Callable[[int], T], items: Sequence[int]) -> list[T]:
     """`[function(i) for i in items]` on all cores (decoders release the interpreter lock)."""
+    if len(items) == 1:
+        return [function(items[0])]
     threads = min(32, cores())
     size = max(1, min(_TASK, len(items) // (4 * threads)))  # a task for every item would take memory and time itself
     tasks = [items[i : i + size] for i in range(0, len(items), size)]
@@ -417,12 +476,3 @@ def moments_to_stats(moments: np.ndarray) -> Stats:
     mean = total / count
     std = np.sqrt(np.maximum(squares / count - mean**2, 1e-12))
     return tuple(mean.tolist()), tuple(std.tolist())
-
-
-def fingerprint_of(*parts: object) -> str:
-    """Hash of strings, numbers and arrays."""
-    state = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        state.update(np.ascontiguousarray(part).tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
-        state.update(b"\0")
-    return state.hexdigest()

@@ -74,7 +74,7 @@ class Pictures(Source):
         return Pictures(self.source) if same else None
 
     def fingerprint(self) -> str:
-        return fingerprint_of(self.source.fingerprint(), self.shape, self.fitted)
+        return fingerprint_of(self.source.stamp(), self.shape, self.fitted)
 
 
 def _common_size(source: Source) -> tuple[int, int]:
