@@ -7,20 +7,29 @@ recomputed. Where the cache cannot be written, a process keeps things to itself.
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import heapq
 import json
+import math
 import mmap
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from residua.data.errors import tell
+from residua import lock
+from residua.data.decode import SUFFIXES
+from residua.data.errors import DataError, tell
 from residua.files import replacing
+from residua.progress import counted
 from residua.room import set_aside
 
 T = TypeVar("T")
@@ -28,7 +37,11 @@ T = TypeVar("T")
 UNSURE = -1
 """In the place of a time of change: what is known of the image now may be of no use later."""
 _SETTLED = 2.0  # seconds in which a second change may leave the time of change as it was (FAT; others take less)
+_WORD = (1 << 63) - 1  # what file systems tell, as far as it fits: some inodes do not, nor do times after 2262
 _RECORD = 24  # bytes of a hash and its seal
+_told: set[Path] = set()  # caches that cannot be written, each told once
+_FORMAT = 1  # of a listing; a higher one where the same folder gives another than before
+_SCANNERS = 8  # folders looked into at once
 
 
 def cache_dir() -> Path:
@@ -55,22 +68,25 @@ def file_stamps(paths: Sequence[str]) -> np.ndarray:
 
     The last one, ctime, cannot be set by a program: whoever restores the other two is found out.
     """
-    return np.array([_stamp(path) for path in paths], np.int64).reshape(-1, 3)
+    found: list[int] = []
+    for path in paths:
+        status = _status(path)
+        found += (status.st_size, status.st_mtime_ns & _WORD, status.st_ctime_ns & _WORD)
+    return np.array(found, np.int64).reshape(-1, 3)
 
 
 def settled(stamps: np.ndarray, asked: float) -> np.ndarray:
     """Stamps of files asked for at a time; `UNSURE` where a change since then may have left them as they are."""
-    modified, changed = stamps[:, 1] / 1e9, stamps[:, 2] / 1e9
-    fresh = (changed > asked - _SETTLED) | (abs(modified - asked) < _SETTLED)
+    fresh = _fresh(stamps[:, 1], stamps[:, 2], asked)
     return np.stack([stamps[:, 0], np.where(fresh, UNSURE, stamps[:, 1]), stamps[:, 2]], 1)
 
 
-def _stamp(path: str) -> tuple[int, int, int]:
-    status = status_of(path)
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+def _fresh(modified: Any, changed: Any, asked: float) -> Any:
+    """Whether times of change lie so near to the present that another change may not move them."""
+    return (changed / 1e9 > asked - _SETTLED) | (abs(modified / 1e9 - asked) < _SETTLED)
 
 
-def status_of(path: str) -> os.stat_result:
+def _status(path: str) -> os.stat_result:
     """Of a file; of a link that leads nowhere, its own."""
     try:
         return os.stat(path)
@@ -122,7 +138,7 @@ class Hashes:
             try:
                 self._records = self._mapped()
             except OSError as error:
-                _tell_unwritable(str(error))
+                _tell_unwritable(cache_dir(), error)
                 self._records = np.zeros((self.count, 3), np.uint64)
         return self._records
 
@@ -150,22 +166,370 @@ def _seal(stamps: np.ndarray, hashes: np.ndarray) -> np.ndarray:
 
 def found_before(what: str, key: tuple[object, ...], look: Callable[[], T], sure: bool = True) -> T:
     """What `look` returns (fit for JSON): from the last time if it was kept under the same key, and kept if `sure`."""
-    place = cache_dir() / "samples" / f"{what}-{fingerprint_of(*key)}.json"
+    place = cache_dir() / "samples" / f"{what}-{fingerprint_of(*key)}"
     if sure:
         with suppress(OSError, ValueError):
-            return json.loads(place.read_text("utf-8"))
+            checksum, text = place.read_text("utf-8").split("\n")
+            if checksum == fingerprint_of(text):
+                return json.loads(text)
     found = look()
     if sure:
         with suppress(OSError):  # it is looked at again next time
             place.parent.mkdir(parents=True, exist_ok=True)
             with replacing(place) as part:
-                part.write_text(json.dumps(found), "utf-8")
+                text = json.dumps(found)
+                part.write_text(f"{fingerprint_of(text)}\n{text}", "utf-8")
     return found
 
 
-@functools.cache
-def _tell_unwritable(why: str) -> None:
-    tell(
-        f"{cache_dir()} cannot be written ({why}): what is learnt of the images is not kept, and looked for by every "
-        "command; set RESIDUA_DATA to a folder of yours"
-    )
+class Listing(Sequence[str]):
+    """Names of the images below a folder, in order; held as one block of bytes, mapped from the cache if it lies there.
+
+    `groups` are the names of what lies at the top, and `tops` (N,) tells in which of these an image is.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, np.ndarray],
+        key: str,
+        file: Path | None = None,
+        rows: np.ndarray | None = None,
+        prefix: str = "",
+    ) -> None:
+        self.key, self._fields, self._file, self._rows, self._prefix = key, fields, file, rows, prefix
+
+    @classmethod
+    def of(cls, base: Path, names: Iterable[str]) -> Listing:
+        """These names, whatever else lies in the folder."""
+        block, ends = bytearray(), array("q")
+        for name in names:
+            block += os.fsencode(name)
+            ends.append(len(block))
+        fields: dict[str, np.ndarray] = {
+            "names": np.frombuffer(block, np.uint8),
+            "ends": np.frombuffer(ends, np.int64),
+        }
+        return cls(fields, fingerprint_of(os.path.realpath(base), *fields.values()))
+
+    def take(self, rows: np.ndarray) -> Listing:
+        """Those of some of the images."""
+        rows = rows if self._rows is None else self._rows[rows]
+        return Listing(self._fields, self.key, self._file, rows, self._prefix)
+
+    def below(self, prefix: str) -> Listing:
+        """The same, named from a folder further up."""
+        return Listing(self._fields, self.key, self._file, self._rows, prefix + self._prefix)
+
+    def __len__(self) -> int:
+        return len(self._fields["ends"] if self._rows is None else self._rows)
+
+    @overload
+    def __getitem__(self, i: int) -> str: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[str]: ...
+    def __getitem__(self, i: int | slice) -> str | list[str]:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        if not -len(self) <= i < len(self):
+            raise IndexError(i)
+        return self._prefix + self._name(i % len(self) if self._rows is None else int(self._rows[i]))
+
+    def _name(self, row: int) -> str:
+        ends = self._fields["ends"]
+        return os.fsdecode(self._fields["names"][ends[row - 1] if row else 0 : ends[row]].tobytes())
+
+    @property
+    def groups(self) -> list[str]:
+        tops = self._fields["tops"]
+        first = np.flatnonzero(np.diff(tops, prepend=np.int32(-1)))
+        return [self._name(int(row)).partition("/")[0] for row in first]
+
+    @property
+    def sizes(self) -> np.ndarray | None:
+        """Lengths of the images, where they were looked up."""
+        return self.field("sizes") if "sizes" in self._fields else None
+
+    def field(self, name: str) -> np.ndarray:
+        """Of every image the number of its group (`tops`), how many folders it lies in (`depths`), or the beginning of
+        the hash of its name (`draws`)."""
+        return self._fields[name] if self._rows is None else self._fields[name][self._rows]
+
+    @property
+    def hashes(self) -> Hashes:
+        return Hashes(self.key, len(self._fields["ends"]), self._rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_fields": None} if self._file else self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._file is not None:
+            now = _opened(self._file)
+            if now is None or now.key != self.key:
+                raise DataError(f"images were added or removed since they were listed in {self._file}: start again")
+            self._fields = now._fields
+
+
+def list_images(root: Path) -> Listing:
+    """Relative paths (with `/`) of all images below `root`, sorted, without hidden ones, and their lengths.
+
+    Links to folders are followed, but no folder is entered twice. What was found is kept in the cache and believed
+    while no folder has changed; of several processes one looks. Lengths are those of that day.
+    """
+    place = os.path.realpath(root)
+    file = cache_dir() / "index" / fingerprint_of(_FORMAT, sorted(SUFFIXES), place)
+    found = _current(file, place)
+    if found is not None:
+        return found
+    with _turn(file):
+        found = _current(file, place)  # by another process meanwhile
+        if found is not None:
+            return found
+        fields = _listed(place)
+        key = fingerprint_of(place, fields["names"], fields["ends"])
+        before = _opened(file)
+        try:
+            _write(file, key, fields)
+        except OSError as error:
+            _tell_unwritable(cache_dir(), error)
+            return Listing(fields, key)
+    found = _opened(file)
+    if found is None:
+        return Listing(fields, key)
+    if before is not None and before.key != key and before.hashes.path.exists():
+        _carry(before, found)
+    return found
+
+
+def is_image(name: str) -> bool:
+    """Whether a file so called is one."""
+    return os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
+
+
+@contextmanager
+def _turn(file: Path) -> Iterator[None]:
+    """Wait until no other process makes this file; where nothing can be locked, all do."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle = file.with_suffix(".lock").open("ab")
+    except OSError:
+        yield
+        return
+    with handle:
+        while not lock.hold(handle):
+            time.sleep(0.05)
+        yield
+
+
+def _current(file: Path, root: str) -> Listing | None:
+    """What is kept of a folder, if neither it nor any folder in it has changed."""
+    found = _opened(file)
+    if found is None:
+        return None
+    fields = found._fields
+    ends = fields["folder_ends"].tolist()
+    block = fields["folders"].tobytes()
+    for start, end, stamp in zip([0, *ends], ends, fields["stamps"]):
+        if _folder_stamp(os.path.join(root, os.fsdecode(block[start:end]))) != tuple(stamp.tolist()):
+            return None
+    return found
+
+
+def _folder_stamp(path: str) -> tuple[int, ...]:
+    """What changes when an image is added to a folder or taken from it; zeros where there is no such folder."""
+    try:
+        s = os.stat(path)
+    except OSError:
+        return 0, 0, 0, 0
+    return s.st_dev & _WORD, s.st_ino & _WORD, s.st_mtime_ns & _WORD, s.st_ctime_ns & _WORD
+
+
+@dataclass
+class _Folder:
+    """What lies in one."""
+
+    stamp: tuple[int, ...]
+    names: str = ""
+    """Of images, in order, with a zero byte between them."""
+    sizes: array[int] = field(default_factory=lambda: array("q"))
+    inside: list[str] = field(default_factory=list)
+    """Folders."""
+    links: list[str] = field(default_factory=list)
+    """To folders."""
+    lost: list[str] = field(default_factory=list)
+    """Links that lead nowhere, today."""
+
+
+def _scan(path: str) -> _Folder:
+    folder = _Folder(_folder_stamp(path))  # before what is in it: what comes later changes it
+    images: list[tuple[str, int]] = []
+    with suppress(OSError), os.scandir(path) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if _is_folder(entry):
+                (folder.links if entry.is_symlink() else folder.inside).append(entry.name)
+            elif is_image(entry.name):
+                images.append((entry.name, _status_of(entry).st_size))
+            elif entry.is_symlink():
+                folder.lost.append(entry.name)
+    images.sort()
+    folder.names = "\0".join(name for name, _ in images)
+    folder.sizes.extend(size for _, size in images)
+    return folder
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _status_of(entry: os.DirEntry[str]) -> os.stat_result:
+    try:
+        return entry.stat()
+    except OSError:
+        return entry.stat(follow_symlinks=False)
+
+
+def _folders(root: str) -> dict[str, _Folder]:
+    """All folders below the root by their relative path, the root itself under ""."""
+    tree: dict[str, _Folder] = {}
+    seen: set[tuple[int, ...]] = set()
+    count = 0
+    waiting = deque([""])  # the root, then links, which so never stand in for a folder's own path
+    with ThreadPoolExecutor(_SCANNERS) as pool:
+        while waiting:
+            level = [waiting.popleft()]
+            while level:
+                below: list[str] = []
+                for path, folder in zip(level, pool.map(_scan, [os.path.join(root, path) for path in level])):
+                    if folder.stamp[:2] in seen:
+                        continue
+                    seen.add(folder.stamp[:2])
+                    tree[path] = folder
+                    start = path and path + "/"
+                    below += [start + name for name in sorted(folder.inside)]
+                    waiting += [start + name for name in sorted(folder.links)]
+                    count += len(folder.sizes)
+                    counted("listing images", count, 0)
+                level = below
+    counted("listing images", count, count)
+    return tree
+
+
+def _listed(root: str) -> dict[str, np.ndarray]:
+    """The fields of a listing, from the folders."""
+    asked = time.time()
+    tree = _folders(root)
+    names, ends, sizes = bytearray(), array("q"), array("q")
+    tops, depths, draws = array("i"), array("B"), array("Q")
+    top, group = -1, ""
+    for name, size in _in_order(tree):
+        code = os.fsencode(name)
+        names += code
+        ends.append(len(names))
+        sizes.append(size)
+        depths.append(min(255, name.count("/")))
+        draws.append(int.from_bytes(hashlib.blake2b(code).digest()[:8], "big"))
+        if name.partition("/")[0] != group:
+            top, group = top + 1, name.partition("/")[0]
+        tops.append(top)
+    stamps = {path: _dated(folder.stamp, asked) for path, folder in tree.items()}
+    stamps |= {f"{path and path + '/'}{name}": (0, 0, 0, 0) for path, folder in tree.items() for name in folder.lost}
+    folders = [os.fsencode(path) for path in stamps]
+    return {
+        "names": np.frombuffer(names, np.uint8),
+        "ends": np.frombuffer(ends, np.int64),
+        "sizes": np.frombuffer(sizes, np.int64),
+        "tops": np.frombuffer(tops, np.int32),
+        "depths": np.frombuffer(depths, np.uint8),
+        "draws": np.frombuffer(draws, np.uint64),
+        "folders": np.frombuffer(b"".join(folders), np.uint8),
+        "folder_ends": np.cumsum([len(path) for path in folders], dtype=np.int64),
+        "stamps": np.array(list(stamps.values()), np.int64).reshape(-1, 4),
+    }
+
+
+def _dated(stamp: tuple[int, ...], asked: float) -> tuple[int, ...]:
+    """A folder's stamp, or one that no folder has where it may change again and look the same."""
+    return (UNSURE,) * 4 if _fresh(stamp[2], stamp[3], asked) else stamp
+
+
+def _in_order(tree: Mapping[str, _Folder]) -> Iterator[tuple[str, int]]:
+    """Names of all images, sorted, and their sizes.
+
+    In a folder, `b/` comes where its images do among others: after `b.png`, before `b0.png`.
+    """
+
+    def inside(path: str) -> Iterator[tuple[str, int]]:
+        folder, start = tree[path], path and path + "/"
+        images = zip((start + name for name in folder.names.split("\0")), folder.sizes)
+        names = (start + name for name in (*folder.inside, *folder.links))
+        return heapq.merge(images, sorted((name + "/", 0) for name in names if name in tree))
+
+    stack = [inside("")]
+    while stack:
+        for name, size in stack[-1]:
+            if name.endswith("/"):
+                stack.append(inside(name[:-1]))
+                break
+            yield name, size
+        else:
+            stack.pop()
+
+
+def _write(file: Path, key: str, fields: Mapping[str, np.ndarray]) -> None:
+    """Checksum, length of the head, head (JSON), fields; each field begins at a multiple of 64."""
+    about: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    at = 0
+    for name, values in fields.items():
+        about[name] = (values.dtype.str, values.shape, at)
+        at += -(-values.nbytes // 64) * 64
+    head = json.dumps({"key": key, "fields": about}).encode()
+    head += b" " * (-(len(head) + 24) % 64)
+    parts: list[Any] = [len(head).to_bytes(8, "little"), head]
+    for values in fields.values():
+        parts += [values.data, bytes(-values.nbytes % 64)]
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(part)
+    with replacing(file) as place, place.open("wb") as handle:
+        handle.writelines([state.digest(), *parts])
+
+
+def _opened(file: Path) -> Listing | None:
+    """What is kept there, mapped; None where nothing is, or it is damaged."""
+    try:
+        with file.open("rb") as handle:
+            data = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+        with memoryview(data) as view:
+            if hashlib.blake2b(view[16:], digest_size=16).digest() != view[:16]:
+                return None
+        length = int.from_bytes(data[16:24], "little")
+        head = json.loads(data[24 : 24 + length])
+        fields = {
+            name: np.frombuffer(data, kind, math.prod(shape), 24 + length + at).reshape(shape)
+            for name, (kind, shape, at) in head["fields"].items()
+        }
+        return Listing(fields, head["key"], file)
+    except (OSError, ValueError):
+        return None
+
+
+def _carry(before: Listing, after: Listing) -> None:
+    """Hashes of images that were there before the folder changed; their seals tell whether they are the same."""
+    _, there, here = np.intersect1d(before.field("draws"), after.field("draws"), return_indices=True)
+    after.hashes.records[here] = before.hashes.records[there]
+    with suppress(OSError):
+        before.hashes.path.unlink()
+
+
+def _tell_unwritable(place: Path, why: OSError) -> None:
+    if place not in _told:
+        _told.add(place)
+        tell(
+            f"{place} cannot be written ({why}): what is learnt of the images is not kept, and looked for by every "
+            "command; set RESIDUA_DATA to a folder of yours"
+        )

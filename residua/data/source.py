@@ -15,7 +15,7 @@ import numpy as np
 
 from residua.data import decode
 from residua.data.errors import BadImage, DataError, some, tell
-from residua.data.index import UNSURE, Hashes, fingerprint_of, hash_of
+from residua.data.index import UNSURE, Hashes, fingerprint_of, found_before, hash_of
 from residua.progress import counted
 from residua.room import cores
 
@@ -74,6 +74,11 @@ class Source(ABC):
         """The encoded bytes of image `i`, for `read`; None where it has none, or they cannot be had."""
         return None
 
+    def seen(self, what: str, numbers: Sequence[int], look: Callable[[], T]) -> T:
+        """What `look` finds in these images (fit for JSON); of images in files, what it found the last time if they
+        have not changed since."""
+        return look()
+
     @abstractmethod
     def size(self, i: int) -> tuple[int, int]:
         """(height, width) of image `i`, without decoding it where that is possible."""
@@ -129,15 +134,19 @@ class Source(ABC):
 
     def sizes(self) -> np.ndarray:
         """(height, width) of an even sample of images, int64 of shape (n, 2)."""
-        found = []
-        for i in evenly(len(self), _PROBED):
+        numbers = evenly(len(self), _PROBED)
+
+        def size(i: int) -> tuple[int, int] | None:
             try:
-                found.append(self.size(i))
+                return self.size(i)
             except BadImage:
-                continue
-        if not found:
-            self.size(0)  # raises and names the image
-        return np.array(found, np.int64)
+                return None
+
+        def look() -> list[tuple[int, int]]:
+            found = [size for size in threaded(size, numbers, "looking at images") if size is not None]
+            return found or [self.size(0)]  # raises and names the image
+
+        return np.array(self.seen("sizes", numbers, look), np.int64)
 
     def typical_size(self) -> tuple[int, int]:
         """Median (height, width)."""
@@ -155,7 +164,7 @@ class Source(ABC):
             return True
 
         sample = evenly(len(self), _PROBED) if numbers is None else numbers
-        good = dict(zip(sample, threaded(reads, sample)))
+        good = dict(zip(sample, threaded(reads, sample, "opening images")))
         return [i for i in sample if good[i]], [i for i in sample if not good[i]]
 
     def readable(self) -> Source:
@@ -176,7 +185,7 @@ class Source(ABC):
 
     def subset(self, indices: Iterable[int] | np.ndarray) -> Source:
         """The images with these numbers, in this order."""
-        return Subset(self, np.asarray(list(indices), np.int64))
+        return Subset(self, np.asarray(indices if isinstance(indices, np.ndarray) else list(indices), np.int64))
 
     def stats(self, seed: int = 0) -> Stats:
         """(mean, std) per channel with pixels scaled to [0, 1], from at most 4096 images chosen by `seed`.
@@ -200,10 +209,14 @@ class Source(ABC):
                 return None
             return np.stack([image.sum(0), np.square(image).sum(0), np.full(self.channels, float(len(image)))])
 
-        parts = [part for part in threaded(moments, chosen.tolist()) if part is not None]
-        if not parts:
-            self.read(int(chosen[0]))  # raises and names the image
-        return moments_to_stats(np.sum(parts, axis=0))
+        def look() -> list[list[float]]:
+            found = threaded(moments, chosen.tolist(), "statistics of images")
+            parts = [part for part in found if part is not None]
+            if not parts:
+                self.read(int(chosen[0]))  # raises and names the image
+            return np.sum(parts, axis=0).tolist()
+
+        return moments_to_stats(np.array(self.seen("moments", chosen.tolist(), look)))
 
 
 class Subset(Source):
@@ -238,6 +251,9 @@ class Subset(Source):
 
     def fetch(self, i: int) -> bytes | None:
         return self.parent.fetch(int(self.indices[i]))
+
+    def seen(self, what: str, numbers: Sequence[int], look: Callable[[], T]) -> T:
+        return self.parent.seen(what, self.indices[numbers].tolist(), look)
 
     def size(self, i: int) -> tuple[int, int]:
         return self.parent.size(int(self.indices[i]))
@@ -276,6 +292,7 @@ class EncodedSource(Source):
     """
 
     hashes: Hashes
+    _seen_heads: list[tuple[int, decode.Header]] | None = None
 
     def __init__(
         self,
@@ -288,6 +305,7 @@ class EncodedSource(Source):
         like: Source | None = None,
     ) -> None:
         self.name, self.split, self._count = name, split, count  # probing needs them
+        self.channels, self.dtype, self.mixed = 0, np.dtype(np.uint8), False
         if like is None:
             channels, dtype, self.mixed = self._probe()
         else:
@@ -308,9 +326,19 @@ class EncodedSource(Source):
     def __len__(self) -> int:
         return self._count
 
+    def seen(self, what: str, numbers: Sequence[int], look: Callable[[], T]) -> T:
+        stamps = self.stamps(np.asarray(numbers, np.int64))
+        names = [self.identify(i) for i in numbers]
+        read_as = self.channels, self.dtype.name, self.mixed
+        key = (what, decode.VERSION, self.hashes.key, names, stamps, read_as)
+        return found_before(what, key, look, sure=UNSURE not in stamps[:, 1])
+
     def size(self, i: int) -> tuple[int, int]:
         head = decode.header(self.encoded(i), self.identify(i))
         return head.height, head.width
+
+    def sizes(self) -> np.ndarray:
+        return np.array([head[:2] for _, head in self._heads()], np.int64)
 
     def fetch(self, i: int) -> bytes | None:
         number = np.array([i])
@@ -364,17 +392,31 @@ class EncodedSource(Source):
             self.hashes.keep(numbers[unknown], stamps[unknown], hashes[unknown])
         return np.concatenate([stamps[:, :1].astype(np.uint64), hashes], 1)
 
+    def _heads(self) -> list[tuple[int, decode.Header]]:
+        """Numbers and headers of those of an even sample of images that can be read."""
+        numbers = evenly(self._count, _PROBED)
+
+        def head(i: int) -> tuple[int, decode.Header] | None:
+            try:
+                return i, decode.header(self.encoded(i), self.identify(i))
+            except BadImage:
+                return None
+
+        def look() -> list[tuple[int, decode.Header]]:
+            found = threaded(head, numbers, "looking at images")
+            heads = [one for one in found if one is not None]
+            if not numbers:
+                raise DataError(f"{self.name}: no images in the {self.split} split")
+            return heads or [(0, decode.header(self.encoded(0), self.identify(0)))]  # raises and names the image
+
+        if self._seen_heads is None:
+            found = ((int(i), decode.Header(*row)) for i, row in self.seen("headers", numbers, look))
+            self._seen_heads = list(found)
+        return self._seen_heads
+
     def _probe(self) -> tuple[int, np.dtype, bool]:
         """Channels, dtype, and whether integers and floats come together."""
-        heads: list[tuple[decode.Header, str]] = []
-        first_error: BadImage | None = None
-        for i in evenly(self._count, _PROBED):
-            try:
-                heads.append((decode.header(self.encoded(i), self.identify(i)), self.identify(i)))
-            except BadImage as error:
-                first_error = first_error or error
-        if not heads:
-            raise first_error or DataError(f"{self.name}: no images in the {self.split} split")
+        heads = [(head, self.identify(i)) for i, head in self._heads()]
         deep = [(head.channels, where) for head, where in heads if head.channels > decode.MOST_CHANNELS]
         if 2 * len(deep) > len(heads):
             count, where = deep[0]
@@ -458,16 +500,21 @@ def evenly(count: int, most: int) -> list[int]:
     return np.linspace(0, count - 1, most).astype(int).tolist()
 
 
-def threaded(function: Callable[[int], T], items: Sequence[int]) -> list[T]:
-    """`[function(i) for i in items]` on all cores (decoders release the interpreter lock)."""
+def threaded(function: Callable[[int], T], items: Sequence[int], what: str | None = None) -> list[T]:
+    """`[function(i) for i in items]` on all cores (decoders release the interpreter lock); of `what` that is, it is
+    told how far it has come."""
     if len(items) == 1:
         return [function(items[0])]
     threads = min(32, cores())
     size = max(1, min(_TASK, len(items) // (4 * threads)))  # a task for every item would take memory and time itself
     tasks = [items[i : i + size] for i in range(0, len(items), size)]
     with ThreadPoolExecutor(threads) as pool:
-        parts = pool.map(lambda task: [function(i) for i in task], tasks)
-        return [found for part in parts for found in part]
+        found: list[T] = []
+        for part in pool.map(lambda task: [function(i) for i in task], tasks):
+            found += part
+            if what is not None:
+                counted(what, len(found), len(items))
+        return found
 
 
 def moments_to_stats(moments: np.ndarray) -> Stats:

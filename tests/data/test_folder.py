@@ -1,3 +1,4 @@
+import hashlib
 import os
 import warnings
 from pathlib import Path
@@ -8,7 +9,8 @@ from PIL import Image
 
 from residua.data import BadImage, DataError, Feed, count_shared, load
 from residua.data.errors import DataWarning
-from residua.data.folder import FolderSource, list_images
+from residua.data.folder import FolderSource
+from residua.data.index import list_images
 
 RNG = np.random.default_rng(0)
 
@@ -59,6 +61,31 @@ def test_held_out_images_are_not_neighbours(tmp_path):
     test = load(f"folder:{tmp_path}").test
     numbers = [int(Path(test.identify(i)).stem) for i in range(10)]
     assert max(numbers) - min(numbers) > 50
+
+
+def test_classes_are_in_the_order_of_their_names_and_images_in_that_of_their_paths(tmp_path):
+    for file in ("a/1.png", "a/2.png", "a b/1.png", "a b/2.png", "a-b/1.png", "a-b/2.png"):
+        put(tmp_path / file)
+    splits = load(f"folder:{tmp_path}")
+    assert splits.train.classes == ["a", "a b", "a-b"]
+    for part in (splits.train, splits.test):
+        assert [part.identify(i).split("/")[0] for i in range(3)] == ["a b", "a-b", "a"]
+        assert part.labels.tolist() == [1, 2, 0]
+
+
+def test_which_images_are_held_out_is_told_by_the_hash_of_their_names(tmp_path):
+    """Counted out in the plain way."""
+    for name, count in (("a", 1), ("b", 2), ("c", 5), ("d", 26), ("e", 40)):
+        for k in range(count):
+            put(tmp_path / name / f"{k}.png", size=(2, 2))
+    expected = []
+    for name in "bcde":
+        files = [f"{name}/{file.name}" for file in (tmp_path / name).iterdir()]
+        files.sort(key=lambda file: hashlib.blake2b(file.encode()).digest())
+        expected += files[: max(1, round(0.1 * len(files)))]
+    splits = load(f"folder:{tmp_path}")
+    assert [splits.test.identify(i) for i in range(len(splits.test))] == sorted(expected)
+    assert len(splits.train) == 74 - len(expected)
 
 
 @pytest.mark.parametrize("key", ["fingerprint", "stamp"])
@@ -298,7 +325,7 @@ def test_no_folder_is_entered_twice(tmp_path):
     (root / "c").symlink_to(".store/c")
     (root / "d").symlink_to(other)
     (other / "back").symlink_to(root)
-    assert list_images(root) == ["1.png", "b/2.png", "c/3.png", "d/4.png"]
+    assert list(list_images(root)) == ["1.png", "b/2.png", "c/3.png", "d/4.png"]
 
 
 def test_gifs_are_listed(tmp_path):

@@ -1,5 +1,9 @@
+import multiprocessing
 import os
+import pickle
 import shutil
+import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from residua.data import Feed, load
+from residua.data import DataError, Feed, decode, load
 from residua.data import index as index_module
+from residua.data import source as source_module
 from residua.data.errors import DataWarning
-from residua.data.index import UNSURE, Hashes, found_before, settled
+from residua.data.index import UNSURE, Hashes, Listing, found_before, list_images, settled
 from residua.data.source import EncodedSource
 from residua.progress import listen
 
@@ -116,7 +121,7 @@ def test_an_image_that_cannot_be_read_is_part_of_the_set(tmp_path):
 
 
 def test_damaged_hashes_are_not_believed(tmp_path, cache):
-    spec = sets(tmp_path)["folder"]
+    spec = sets(tmp_path)["tar"]
     before = load(spec).train.fingerprint()
     (file,) = (cache / "hashes").iterdir()
     good = file.read_bytes()
@@ -152,7 +157,6 @@ def test_without_a_cache_it_works_and_says_so_once(tmp_path, monkeypatch):
     expected = load(spec).train.fingerprint()
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RESIDUA_DATA", str(tmp_path / "file"))
-    index_module._tell_unwritable.cache_clear()
     with pytest.warns(DataWarning, match="cannot be written .* set RESIDUA_DATA to a folder of yours") as told:
         assert load(spec).train.fingerprint() == load(spec).train.fingerprint() == expected
     assert len(told) == 1
@@ -176,3 +180,215 @@ def test_what_was_found_is_kept_by_its_key(cache):
     for file in (cache / "samples").iterdir():
         file.write_text("{")
     assert found_before("x", ("a", 1), lambda: 5) == 5
+
+
+def nobody_lists(monkeypatch):
+    monkeypatch.setattr(index_module, "_scan", lambda path: pytest.fail(f"{path} is listed"))
+
+
+def touch(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"image")
+    return folder
+
+
+NAMES = (
+    "b.png",
+    "b/1.png",
+    "b/c/2.jpg",
+    "b-d/1.png",
+    "b0.png",
+    "b d/1.png",
+    "B/1.PNG",
+    "ä/ö.png",
+    "x\n/1.png",
+    "b.d/1.gif",
+)
+
+
+def test_images_are_listed_in_the_order_of_their_whole_names(tmp_path):
+    touch(tmp_path / "set", *NAMES, "notes.txt", ".hidden.png", ".store/1.png", "b/.x/1.png")
+    with open(os.fsencode(tmp_path / "set") + b"/b/\xff.png", "wb"):
+        pass
+    expected = sorted([*NAMES, os.fsdecode(b"b/\xff.png")])
+    for _ in range(2):
+        found = list_images(tmp_path / "set")
+        assert list(found) == expected
+        assert [found[i] for i in (0, -1)] == [expected[0], expected[-1]]
+        assert found[1:3] == expected[1:3]
+        assert sorted(found.groups) == sorted({name.split("/")[0] for name in expected})
+        assert [found.groups[k] for k in found.field("tops")] == [name.split("/")[0] for name in expected]
+        assert found.field("depths").tolist() == [name.count("/") for name in expected]
+        assert found.sizes.tolist() == [0 if "\udcff" in name else 5 for name in expected]
+    part = found.take(np.array([4, 2])).take(np.array([1])).below("up/")
+    assert list(part) == ["up/" + expected[2]]
+    with pytest.raises(IndexError):
+        found[len(expected)]
+
+
+def test_a_folder_is_listed_once(tmp_path, monkeypatch):
+    folder = touch(tmp_path / "set", *NAMES)
+    (tmp_path / "link").symlink_to(folder)
+    first = list(list_images(folder))
+    nobody_lists(monkeypatch)
+    assert list(list_images(folder)) == list(list_images(tmp_path / "link")) == first
+
+
+def test_what_is_added_removed_and_renamed_is_seen(tmp_path):
+    folder, other = touch(tmp_path / "set", *NAMES), touch(tmp_path / "other", "1.png")
+    (folder / "link").symlink_to(other)
+    (folder / "lost").symlink_to(tmp_path / "later")
+
+    def now() -> set[str]:
+        return set(list_images(folder))
+
+    names = {*NAMES, "link/1.png"}
+    assert now() == names
+    for change, added, removed in (
+        (lambda: touch(folder, "b/c/3.png"), {"b/c/3.png"}, set()),
+        (lambda: (folder / "b/c/3.png").unlink(), set(), {"b/c/3.png"}),
+        (lambda: (folder / "b/1.png").rename(folder / "b/9.png"), {"b/9.png"}, {"b/1.png"}),
+        (lambda: touch(folder, "new/deep/1.png"), {"new/deep/1.png"}, set()),
+        (lambda: touch(other, "2.png"), {"link/2.png"}, set()),
+        (lambda: touch(tmp_path, "later/1.png"), {"lost/1.png"}, set()),
+        (lambda: shutil.rmtree(folder / "b-d"), set(), {"b-d/1.png"}),
+    ):
+        change()
+        names = (names | added) - removed
+        assert now() == names
+
+
+def test_a_folder_that_has_just_changed_is_listed_once_more(tmp_path, monkeypatch):
+    """Another change within the same tick of the file system's clock would not show."""
+    folder, scanned, scan = touch(tmp_path / "set", *NAMES), [], index_module._scan
+    monkeypatch.setattr(index_module, "_scan", lambda path: scanned.append(path) or scan(path))
+    monkeypatch.setattr(index_module, "_SETTLED", 60.0)
+    for _ in range(2):
+        list_images(folder)
+    assert scanned.count(str(folder) + "/") == 2
+
+
+def test_a_damaged_listing_is_made_again(tmp_path, cache):
+    folder = touch(tmp_path / "set", *NAMES)
+    first = list(list_images(folder))
+    (file,) = (file for file in (cache / "index").iterdir() if not file.suffix)
+    good = file.read_bytes()
+    for k in (0, 20, 40, len(good) // 2, len(good) - 1):
+        file.write_bytes(good[:k] + bytes([good[k] ^ 1]) + good[k + 1 :])
+        assert list(list_images(folder)) == first
+    for bad in (b"", good[:100], good[:-64], b"\x80\x04" * 100):
+        file.write_bytes(bad)
+        assert list(list_images(folder)) == first
+
+
+def test_hashes_of_images_stay_when_others_come(tmp_path, cache, monkeypatch):
+    spec = sets(tmp_path)["folder"]
+    splits = load(spec)
+    for part in (splits.train, splits.test):
+        part.fingerprint()
+    put(tmp_path / "photos" / "train", noise(1), "c")
+    read, digest = [], EncodedSource.digest
+    monkeypatch.setattr(EncodedSource, "digest", lambda self, i: read.append(self.identify(i)) or digest(self, i))
+    load(spec).train.fingerprint()
+    assert read == ["train/c/0.png"]
+    assert len(list((cache / "hashes").iterdir())) == 1
+
+
+def test_without_a_cache_folders_are_listed_every_time(tmp_path, monkeypatch):
+    folder = touch(tmp_path / "set", *NAMES)
+    first = list(list_images(folder))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RESIDUA_DATA", str(tmp_path / "file" / "cache"))
+    with pytest.warns(DataWarning, match="cannot be written"):
+        found = list_images(folder)
+    assert list(found) == list(pickle.loads(pickle.dumps(found))) == first
+
+
+def test_one_of_several_processes_lists(tmp_path, monkeypatch):
+    folder, log, folders = touch(tmp_path / "set", *NAMES), tmp_path / "log", index_module._folders
+
+    def slow(root):
+        with log.open("a") as written:
+            written.write("x")
+        threading.Event().wait(0.3)
+        return folders(root)
+
+    monkeypatch.setattr(index_module, "_folders", slow)
+    fork = multiprocessing.get_context("fork")
+    others = [fork.Process(target=list_images, args=(folder,)) for _ in range(3)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+    assert [other.exitcode for other in others] == [0, 0, 0]
+    assert log.read_text() == "x"
+
+
+def test_a_listing_travels_by_the_name_of_its_file(tmp_path):
+    folder = touch(tmp_path / "set", *(f"{k}.png" for k in range(500)))
+    sent = pickle.dumps(list_images(folder).below("up/"))
+    assert len(sent) < 2000
+    assert pickle.loads(sent)[499] == "up/99.png"
+    touch(folder, "500.png")
+    list_images(folder)
+    with pytest.raises(DataError, match="images were added or removed since they were listed"):
+        pickle.loads(sent)
+    assert list(Listing.of(folder, ["b.png", "a.png"])) == ["b.png", "a.png"]
+
+
+def test_an_image_of_a_large_folder_takes_few_bytes(tmp_path):
+    image = put(tmp_path / "one", noise(1), "a") / "a" / "0.png"
+    for k in range(20_000):
+        place = tmp_path / "set" / f"class-{k % 20}"
+        place.mkdir(parents=True, exist_ok=True)
+        os.link(image, place / f"photograph-{k:08d}.png")
+    load(f"folder:{tmp_path}/set")
+    tracemalloc.start()
+    splits = load(f"folder:{tmp_path}/set")
+    part = splits.train.subset(np.arange(len(splits.train)))
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(part) == 18_000
+    assert held < 64 * 20_000, "names, labels, and the numbers and labels of a subset"
+    assert peak < 128 * 20_000
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "parquet"])
+def test_samples_are_looked_at_once(kind, tmp_path, monkeypatch):
+    spec = sets(tmp_path)[kind]
+
+    def now() -> tuple[object, ...]:
+        train = load(spec).train
+        part = train.subset([4, 2])
+        of_part = part.sizes().tolist(), part.stats()
+        return train.channels, train.sizes().tolist(), train.stats(), train.stats(1), of_part
+
+    first = now()
+    with monkeypatch.context() as patch:
+        for name in ("header", "decode"):
+            patch.setattr(decode, name, lambda *_: pytest.fail("looked at once more"))
+        assert now() == first
+    file = next(tmp_path.rglob("*.png" if kind == "folder" else f"*.{kind}"))
+    os.utime(file, (1, 1))  # as if it had changed
+    looked, header = [], decode.header
+    monkeypatch.setattr(decode, "header", lambda *about: looked.append(about) or header(*about))
+    assert now() == first
+    assert looked
+
+
+def test_a_second_start_asks_for_the_status_of_sampled_files_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(source_module, "_PROBED", 8)
+    monkeypatch.setattr(source_module, "_STAT_IMAGES", 8)
+    put(tmp_path / "set", noise(200))
+    asked, stamps = [], index_module.file_stamps
+
+    def start() -> None:
+        train = load(f"folder:{tmp_path}/set").train
+        train.typical_size(), train.stats(), train.weights()
+
+    start()
+    nobody_lists(monkeypatch)
+    monkeypatch.setattr("residua.data.folder.file_stamps", lambda paths: asked.extend(paths) or stamps(paths))
+    start()
+    assert len(asked) == 16
