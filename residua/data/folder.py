@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from residua.data import decode
 from residua.data.decode import SUFFIXES
 from residua.data.errors import DataError, tell
 from residua.data.index import Listing, file_stamps, fingerprint_of, is_image, list_images, settled
@@ -56,13 +55,13 @@ class FolderSource(EncodedSource):
         asked = time.time()
         return settled(self._stamps(numbers), asked)
 
-    def stamp(self) -> str:
+    def state(self, numbers: np.ndarray) -> str:
         state = hashlib.blake2b(digest_size=16)
-        for start in range(0, len(self), _AT_ONCE * _AT_ONCE):
-            numbers = np.arange(start, min(start + _AT_ONCE * _AT_ONCE, len(self)))
-            names = [self.files[i] for i in numbers.tolist()]
-            state.update(fingerprint_of(names, self._stamps(numbers)[:, :2]).encode())
-        return fingerprint_of(decode.VERSION, state.hexdigest(), self.labels if self.labels is not None else "none")
+        for start in range(0, len(numbers), _AT_ONCE * _AT_ONCE):
+            part = numbers[start : start + _AT_ONCE * _AT_ONCE]
+            names = [self.files[i] for i in part.tolist()]
+            state.update(fingerprint_of(names, self._stamps(part)[:, :2]).encode())
+        return state.hexdigest()
 
     def _stamps(self, numbers: np.ndarray) -> np.ndarray:
         base = str(self.base)

@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from residua.data import remote
-from residua.data.decode import VERSION
 from residua.data.errors import BadImage, DataError, did_you_mean, tell
 from residua.data.index import UNSURE, Hashes, cache_dir, file_stamps, fingerprint_of, settled
 from residua.data.remote import RemoteFile
@@ -98,9 +97,8 @@ class ParquetSource(EncodedSource):
         version = np.where(lengths < 0, UNSURE, self._version)  # a file that a row names may change by itself
         return np.stack([np.maximum(lengths, 0), version, numbers], 1)
 
-    def stamp(self) -> str:
-        labels = self.labels if self.labels is not None else "none"
-        return fingerprint_of(VERSION, _content_key(self.files), self.image, labels)
+    def state(self, numbers: np.ndarray) -> str:
+        return fingerprint_of(_content_key(self.files), self.image, numbers)
 
     def _beside(self, path: str, i: int) -> Path:
         """An image file that a row names: one of the set's own folder, and no other file of this machine."""

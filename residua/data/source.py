@@ -92,13 +92,19 @@ class Source(ABC):
         state = hashlib.blake2b(digest_size=16)
         for numbers, contents in _contents(self, np.arange(len(self))):
             state.update(fingerprint_of([self.identify(i) for i in numbers.tolist()], contents).encode())
-        labels = self.labels if self.labels is not None else "none"
-        return fingerprint_of(decode.VERSION, len(self), state.hexdigest(), labels)
+        return fingerprint_of(decode.VERSION, len(self), state.hexdigest(), self._labels_or_none())
 
     def stamp(self) -> str:
         """A key that changes when the images or labels do, found without reading them: from lengths and times of
         change where they lie in files, so that a copy may have another one."""
-        return self.fingerprint()
+        return fingerprint_of(decode.VERSION, self.state(np.arange(len(self))), self._labels_or_none())
+
+    def state(self, numbers: np.ndarray) -> str:
+        """What `stamp` goes by of these images."""
+        return fingerprint_of(self.fingerprint(), numbers)
+
+    def _labels_or_none(self) -> object:
+        return "none" if self.labels is None else self.labels
 
     def contents(self, numbers: np.ndarray) -> np.ndarray:
         """Length and hash of the bytes of these images, uint64 (n, 3); a hash of zeros where they cannot be read."""
@@ -241,7 +247,6 @@ class Subset(Source):
             labels=own if labels is None else labels,
         )
         self.parent, self.indices = parent, indices
-        self._renumbered = labels is not None and (own is None or not np.array_equal(own, labels))
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -277,9 +282,8 @@ class Subset(Source):
     def contents(self, numbers: np.ndarray) -> np.ndarray:
         return self.parent.contents(self.indices[numbers])
 
-    def stamp(self) -> str:
-        changed = [self.labels] if self._renumbered else []
-        return fingerprint_of(self.parent.stamp(), self.indices, *changed)
+    def state(self, numbers: np.ndarray) -> str:
+        return self.parent.state(self.indices[numbers])
 
 
 class EncodedSource(Source):

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from residua.data import remote
-from residua.data.decode import SUFFIXES, VERSION
+from residua.data.decode import SUFFIXES
 from residua.data.errors import BadImage, DataError, did_you_mean, some, tell
 from residua.data.index import Hashes, cache_dir, fingerprint_of
 from residua.data.parquet import LABEL_NAMES, by_name, number_labels, split_of
@@ -148,9 +148,8 @@ class TarSource(EncodedSource):
         start, size = self._spans[numbers].T
         return np.stack([size, self._version[self._shard[numbers]], start], 1)
 
-    def stamp(self) -> str:
-        labels = self.labels if self.labels is not None else "none"
-        return fingerprint_of(VERSION, self._stamps, self._spans, self._keys, labels)
+    def state(self, numbers: np.ndarray) -> str:
+        return fingerprint_of(self._stamps, self._spans, self._keys, numbers)
 
 
 def load_tar(path: str, *, image: str | None = None, label: str | None = None) -> Splits:

@@ -110,6 +110,17 @@ def test_a_subset_is_its_own_images(tmp_path):
     assert load(spec).train.subset([3, 1]).fingerprint() != part
 
 
+def test_a_subset_is_stamped_by_its_own_files(tmp_path):
+    spec = sets(tmp_path)["folder"]
+    train = load(spec).train
+    part, whole = train.subset([3, 1]).stamp(), train.stamp()
+    assert len({part, whole, train.subset([1, 3]).stamp()}) == 3
+    os.utime(tmp_path / "photos" / train.identify(0), (1, 1))
+    assert (train.subset([3, 1]).stamp(), train.stamp() == whole) == (part, False)
+    os.utime(tmp_path / "photos" / train.identify(1), (1, 1))
+    assert train.subset([3, 1]).stamp() != part
+
+
 def test_an_image_that_cannot_be_read_is_part_of_the_set(tmp_path):
     spec = sets(tmp_path)["folder"]
     (tmp_path / "photos" / "train" / "a" / "x.png").symlink_to("nowhere.png")
