@@ -8,13 +8,14 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from residua.data.decode import SUFFIXES
 from residua.data.errors import DataError, tell
 from residua.data.index import Listing, file_stamps, fingerprint_of, is_image, list_images, settled
-from residua.data.remote import is_url
+from residua.data.remote import Packs, RemoteFolder, is_url
 from residua.data.source import EncodedSource, Source, Splits, threaded
 
 TEST_NAMES = ("test", "val", "valid", "validation")
@@ -30,18 +31,19 @@ class FolderSource(EncodedSource):
         self,
         name: str,
         split: str,
-        base: Path,
+        base: Path | RemoteFolder,
         files: Listing | Sequence[str],
         *,
         classes: list[str] | None,
         labels: np.ndarray | None,
         like: Source | None = None,
     ) -> None:
-        self.base, self.files = base, files if isinstance(files, Listing) else Listing.of(base, files)
+        self.base, self.files = base, files if isinstance(files, Listing) else Listing.of(str(base), files)
         self.hashes = self.files.hashes
         super().__init__(name, split, len(files), classes=classes, labels=labels, like=like)
 
-    def encoded(self, i: int) -> Path:
+    def encoded(self, i: int) -> bytes | Path:
+        assert isinstance(self.base, Path)
         return self.base / self.files[i]
 
     def identify(self, i: int) -> str:
@@ -59,18 +61,36 @@ class FolderSource(EncodedSource):
         state = hashlib.blake2b(digest_size=16)
         for start in range(0, len(numbers), _AT_ONCE * _AT_ONCE):
             part = numbers[start : start + _AT_ONCE * _AT_ONCE]
-            names = [self.files[i] for i in part.tolist()]
-            state.update(fingerprint_of(names, self._stamps(part)[:, :2]).encode())
+            state.update(fingerprint_of(self.files.codes(part), self._stamps(part)[:, :2]).encode())
         return state.hexdigest()
 
     def _stamps(self, numbers: np.ndarray) -> np.ndarray:
-        base = str(self.base)
+        base = os.fsencode(str(self.base))
 
         def some(start: int) -> np.ndarray:
-            part = numbers[start : start + _AT_ONCE].tolist()
-            return file_stamps([f"{base}/{self.files[i]}" for i in part])  # `Path`s would take longer
+            names = self.files.codes(numbers[start : start + _AT_ONCE])
+            return file_stamps([b"%b/%b" % (base, name) for name in names])  # `Path`s would take longer
 
         return np.concatenate(threaded(some, range(0, len(numbers), _AT_ONCE)))
+
+
+class RemoteFolderSource(FolderSource):
+    """The same on an object store; images come from the packs of the cache."""
+
+    def __init__(self, name: str, split: str, base: RemoteFolder, files: Listing, packs: Packs, **about: Any) -> None:
+        self.packs, self.rows = packs, files.rows
+        super().__init__(name, split, base, files, **about)
+
+    def encoded(self, i: int) -> bytes:
+        return self.packs.read(int(self.rows[i]))
+
+    def stamps(self, numbers: np.ndarray) -> np.ndarray:
+        return self._stamps(numbers)
+
+    def _stamps(self, numbers: np.ndarray) -> np.ndarray:
+        sizes = self.files.sizes
+        assert sizes is not None
+        return np.stack([sizes[numbers], self.files.field("versions")[numbers], np.zeros_like(numbers)], 1)
 
 
 def load_folder(path: str) -> Splits:
@@ -80,24 +100,23 @@ def load_folder(path: str) -> Splits:
     images itself beside other such folders. A tenth of each class becomes the test split where none is given.
     Tiny-ImageNet is read as its archive unpacks, too.
     """
-    if is_url(path):
-        raise DataError(
-            f"folder:{path}: folders are read from this machine only, as every image would be a request of its own: "
-            "pack the images into tar or parquet files (tar:s3://BUCKET/{000..127}.tar), or copy them here"
-        )
-    base = Path(path).expanduser()
+    base: Path | RemoteFolder = RemoteFolder(path) if is_url(path) else Path(path).expanduser()
     if not base.is_dir():
-        what = "is a file, not a folder" if base.exists() else "does not exist"
+        what = "is a file, not a folder" if isinstance(base, Path) and base.exists() else "does not exist"
         raise DataError(f"folder:{path}: {base} {what}; give the folder that holds the images")
-    name = base.resolve().name
-    if (base / "train").is_dir() and (base / _ANNOTATIONS).is_file():
+    name = base.resolve().name if isinstance(base, Path) else base.name
+    if isinstance(base, Path) and (base / "train").is_dir() and (base / _ANNOTATIONS).is_file():
         return _load_tiny_imagenet(base, name)
     if (base / "train").is_dir() and not _train_is_class(base):
         return _load_presplit(base, name)
-    files = list_images(base)
+    files = _listed(base)
     if not files:
         raise DataError(f"folder:{path}: no images in {base}; looked for {', '.join(sorted(SUFFIXES))}")
     return _split(name, base, files, "")
+
+
+def _listed(base: Path | RemoteFolder) -> Listing:
+    return list_images(base) if isinstance(base, Path) else base.list_images()
 
 
 def class_names(files: Listing) -> list[str] | None:
@@ -110,31 +129,35 @@ def _in_class_folders(files: Listing) -> bool:
     return not (files.field("depths") != 1).any()
 
 
-def _train_is_class(base: Path) -> bool:
+def _train_is_class(base: Path | RemoteFolder) -> bool:
     """Whether `train` is one class of several: images lie in it and in a sibling that names no split (nor `test2`)."""
     holding = [name for name in _subfolders(base) if _holds_images(base / name)]
     words = [re.split(r"[^a-z]", name.lower())[0] for name in holding]
     return "train" in holding and any(word not in ("train", *TEST_NAMES) for word in words)
 
 
-def _holds_images(folder: Path) -> bool:
+def _holds_images(folder: Path | RemoteFolder) -> bool:
+    if isinstance(folder, RemoteFolder):
+        return folder.holds_images()
     with os.scandir(folder) as entries:
         return any(is_image(entry.name) for entry in entries)
 
 
-def _subfolders(base: Path) -> list[str]:
+def _subfolders(base: Path | RemoteFolder) -> list[str]:
     """Names of the visible folders in `base` that can be entered."""
+    if isinstance(base, RemoteFolder):
+        return base.subfolders()
     names = (path.name for path in base.iterdir() if path.is_dir() and os.access(path, os.R_OK | os.X_OK))
     return sorted(name for name in names if not name.startswith("."))
 
 
-def _load_presplit(base: Path, name: str) -> Splits:
-    files = list_images(base / "train")
+def _load_presplit(base: Path | RemoteFolder, name: str) -> Splits:
+    files = _listed(base / "train")
     if not files:
         raise DataError(f"folder:{base}: no images in {base / 'train'}; looked for {', '.join(sorted(SUFFIXES))}")
-    candidates = [(part, list_images(base / part)) for part in TEST_NAMES if (base / part).is_dir()]
+    candidates = [(part, _listed(base / part)) for part in TEST_NAMES if (base / part).is_dir()]
     candidates = [(part, found) for part, found in candidates if found]
-    others = [part for part in _subfolders(base) if part not in ("train", *TEST_NAMES) and list_images(base / part)]
+    others = [part for part in _subfolders(base) if part not in ("train", *TEST_NAMES) and _listed(base / part)]
     if others:
         tell(
             f"folder:{base}: the images in {', '.join(others)} are not used; only those in train and a test folder are"
@@ -174,7 +197,7 @@ def _load_tiny_imagenet(base: Path, name: str) -> Splits:
     )
 
 
-def _split(name: str, base: Path, files: Listing, prefix: str) -> Splits:
+def _split(name: str, base: Path | RemoteFolder, files: Listing, prefix: str) -> Splits:
     """Hold out a part of labelled images; without labels there is nothing to test."""
     classes = class_names(files)
     _tell_unlabelled(base, prefix, files)
@@ -186,7 +209,7 @@ def _split(name: str, base: Path, files: Listing, prefix: str) -> Splits:
     return Splits(name, train, _source(name, "test", base, held, prefix, classes, like=train))
 
 
-def _tell_unlabelled(base: Path, prefix: str, files: Listing) -> None:
+def _tell_unlabelled(base: Path | RemoteFolder, prefix: str, files: Listing) -> None:
     """Say what keeps folders that look like classes from being classes."""
     tops, depths = files.field("tops"), files.field("depths")
     folders, outside = len(np.unique(tops[depths == 1])), np.flatnonzero(depths != 1)
@@ -201,7 +224,7 @@ def _tell_unlabelled(base: Path, prefix: str, files: Listing) -> None:
 def _source(
     name: str,
     split: str,
-    base: Path,
+    base: Path | RemoteFolder,
     files: Listing,
     prefix: str,
     classes: list[str] | None,
@@ -219,6 +242,10 @@ def _source(
                 f"its classes are {', '.join(classes[:10])}{' ...' if len(classes) > 10 else ''}"
             )
         labels = np.array([number[group] for group in groups], np.int64)[files.field("tops")]
+    if isinstance(base, RemoteFolder):
+        packs = Packs(base / prefix if prefix else base, files.whole())
+        about: dict[str, Any] = {"classes": classes, "labels": labels, "like": like}
+        return RemoteFolderSource(name, split, base, files.below(prefix), packs, **about)
     return FolderSource(name, split, base, files.below(prefix), classes=classes, labels=labels, like=like)
 
 

@@ -63,7 +63,7 @@ def hash_of(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def file_stamps(paths: Sequence[str]) -> np.ndarray:
+def file_stamps(paths: Sequence[bytes]) -> np.ndarray:
     """(bytes, time of the last change to the contents, and to anything), int64 (n, 3), of files.
 
     The last one, ctime, cannot be set by a program: whoever restores the other two is found out.
@@ -86,7 +86,7 @@ def _fresh(modified: Any, changed: Any, asked: float) -> Any:
     return (changed / 1e9 > asked - _SETTLED) | (abs(modified / 1e9 - asked) < _SETTLED)
 
 
-def _status(path: str) -> os.stat_result:
+def _status(path: bytes) -> os.stat_result:
     """Of a file; of a link that leads nowhere, its own."""
     try:
         return os.stat(path)
@@ -199,7 +199,7 @@ class Listing(Sequence[str]):
         self.key, self._fields, self._file, self._rows, self._prefix = key, fields, file, rows, prefix
 
     @classmethod
-    def of(cls, base: Path, names: Iterable[str]) -> Listing:
+    def of(cls, base: str | Path, names: Iterable[str]) -> Listing:
         """These names, whatever else lies in the folder."""
         block, ends = bytearray(), array("q")
         for name in names:
@@ -238,6 +238,13 @@ class Listing(Sequence[str]):
         ends = self._fields["ends"]
         return os.fsdecode(self._fields["names"][ends[row - 1] if row else 0 : ends[row]].tobytes())
 
+    def codes(self, numbers: np.ndarray) -> list[bytes]:
+        """Names of these images as the file system has them, which takes half as long."""
+        rows = numbers if self._rows is None else self._rows[numbers]
+        ends, block, prefix = self._fields["ends"], self._fields["names"].data, os.fsencode(self._prefix)
+        starts = np.where(rows > 0, ends[rows - 1], 0)
+        return [prefix + bytes(block[a:b]) for a, b in zip(starts.tolist(), ends[rows].tolist())]
+
     @property
     def groups(self) -> list[str]:
         tops = self._fields["tops"]
@@ -253,6 +260,15 @@ class Listing(Sequence[str]):
         """Of every image the number of its group (`tops`), how many folders it lies in (`depths`), or the beginning of
         the hash of its name (`draws`)."""
         return self._fields[name] if self._rows is None else self._fields[name][self._rows]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Numbers of the images in the whole listing."""
+        return np.arange(len(self)) if self._rows is None else self._rows
+
+    def whole(self) -> Listing:
+        """All images of the folder, named from there."""
+        return Listing(self._fields, self.key, self._file)
 
     @property
     def hashes(self) -> Hashes:
@@ -285,14 +301,27 @@ def list_images(root: Path) -> Listing:
         found = _current(file, place)  # by another process meanwhile
         if found is not None:
             return found
-        fields = _listed(place)
-        key = fingerprint_of(place, fields["names"], fields["ends"])
-        before = _opened(file)
-        try:
-            _write(file, key, fields)
-        except OSError as error:
-            _tell_unwritable(cache_dir(), error)
-            return Listing(fields, key)
+        return _kept(file, place, _listed(place))
+
+
+def list_elsewhere(place: str, scan: Callable[[str], Folder]) -> Listing:
+    """The same of a folder of which `scan` tells what it holds: listed every time, as nothing else tells whether it
+    has changed, and kept for the processes that share it."""
+    file = cache_dir() / "index" / fingerprint_of(_FORMAT, place)
+    fields = _fields_of(_folders(scan))
+    with _turn(file):
+        return _kept(file, place, fields)
+
+
+def _kept(file: Path, place: str, fields: Mapping[str, np.ndarray]) -> Listing:
+    """A listing in the cache, mapped, with the hashes of images that were known before."""
+    key = fingerprint_of(place, fields["names"], fields["ends"])
+    before = _opened(file)
+    try:
+        _write(file, key, fields)
+    except OSError as error:
+        _tell_unwritable(cache_dir(), error)
+        return Listing(fields, key)
     found = _opened(file)
     if found is None:
         return Listing(fields, key)
@@ -345,13 +374,15 @@ def _folder_stamp(path: str) -> tuple[int, ...]:
 
 
 @dataclass
-class _Folder:
+class Folder:
     """What lies in one."""
 
     stamp: tuple[int, ...]
     names: str = ""
     """Of images, in order, with a zero byte between them."""
     sizes: array[int] = field(default_factory=lambda: array("q"))
+    versions: array[int] = field(default_factory=lambda: array("q"))
+    """Numbers that change when the images do, where the lister is told such."""
     inside: list[str] = field(default_factory=list)
     """Folders."""
     links: list[str] = field(default_factory=list)
@@ -359,9 +390,16 @@ class _Folder:
     lost: list[str] = field(default_factory=list)
     """Links that lead nowhere, today."""
 
+    def take(self, images: list[tuple[str, int]] | list[tuple[str, int, int]]) -> None:
+        """Images by name, length and, where it is known, version."""
+        images.sort()
+        self.names = "\0".join(image[0] for image in images)
+        self.sizes.extend(image[1] for image in images)
+        self.versions.extend(image[2] if len(image) > 2 else 0 for image in images)
 
-def _scan(path: str) -> _Folder:
-    folder = _Folder(_folder_stamp(path))  # before what is in it: what comes later changes it
+
+def _scan(path: str) -> Folder:
+    folder = Folder(_folder_stamp(path))  # before what is in it: what comes later changes it
     images: list[tuple[str, int]] = []
     with suppress(OSError), os.scandir(path) as entries:
         for entry in entries:
@@ -373,9 +411,7 @@ def _scan(path: str) -> _Folder:
                 images.append((entry.name, _status_of(entry).st_size))
             elif entry.is_symlink():
                 folder.lost.append(entry.name)
-    images.sort()
-    folder.names = "\0".join(name for name, _ in images)
-    folder.sizes.extend(size for _, size in images)
+    folder.take(images)
     return folder
 
 
@@ -393,9 +429,9 @@ def _status_of(entry: os.DirEntry[str]) -> os.stat_result:
         return entry.stat(follow_symlinks=False)
 
 
-def _folders(root: str) -> dict[str, _Folder]:
+def _folders(scan: Callable[[str], Folder]) -> dict[str, Folder]:
     """All folders below the root by their relative path, the root itself under ""."""
-    tree: dict[str, _Folder] = {}
+    tree: dict[str, Folder] = {}
     seen: set[tuple[int, ...]] = set()
     count = 0
     waiting = deque([""])  # the root, then links, which so never stand in for a folder's own path
@@ -404,7 +440,7 @@ def _folders(root: str) -> dict[str, _Folder]:
             level = [waiting.popleft()]
             while level:
                 below: list[str] = []
-                for path, folder in zip(level, pool.map(_scan, [os.path.join(root, path) for path in level])):
+                for path, folder in zip(level, pool.map(scan, level)):
                     if folder.stamp[:2] in seen:
                         continue
                     seen.add(folder.stamp[:2])
@@ -422,33 +458,41 @@ def _folders(root: str) -> dict[str, _Folder]:
 def _listed(root: str) -> dict[str, np.ndarray]:
     """The fields of a listing, from the folders."""
     asked = time.time()
-    tree = _folders(root)
-    names, ends, sizes = bytearray(), array("q"), array("q")
+    tree = _folders(lambda path: _scan(os.path.join(root, path)))
+    stamps = {path: _dated(folder.stamp, asked) for path, folder in tree.items()}
+    stamps |= {f"{path and path + '/'}{name}": (0, 0, 0, 0) for path, folder in tree.items() for name in folder.lost}
+    folders = [os.fsencode(path) for path in stamps]
+    return _fields_of(tree) | {
+        "folders": np.frombuffer(b"".join(folders), np.uint8),
+        "folder_ends": np.cumsum([len(path) for path in folders], dtype=np.int64),
+        "stamps": np.array(list(stamps.values()), np.int64).reshape(-1, 4),
+    }
+
+
+def _fields_of(tree: Mapping[str, Folder]) -> dict[str, np.ndarray]:
+    """Those of the images."""
+    names, ends, sizes, versions = bytearray(), array("q"), array("q"), array("q")
     tops, depths, draws = array("i"), array("B"), array("Q")
     top, group = -1, ""
-    for name, size in _in_order(tree):
+    for name, size, version in _in_order(tree):
         code = os.fsencode(name)
         names += code
         ends.append(len(names))
         sizes.append(size)
+        versions.append(version)
         depths.append(min(255, name.count("/")))
         draws.append(int.from_bytes(hashlib.blake2b(code).digest()[:8], "big"))
         if name.partition("/")[0] != group:
             top, group = top + 1, name.partition("/")[0]
         tops.append(top)
-    stamps = {path: _dated(folder.stamp, asked) for path, folder in tree.items()}
-    stamps |= {f"{path and path + '/'}{name}": (0, 0, 0, 0) for path, folder in tree.items() for name in folder.lost}
-    folders = [os.fsencode(path) for path in stamps]
-    return {
+    told = {"versions": np.frombuffer(versions, np.int64)} if any(versions) else {}
+    return told | {
         "names": np.frombuffer(names, np.uint8),
         "ends": np.frombuffer(ends, np.int64),
         "sizes": np.frombuffer(sizes, np.int64),
         "tops": np.frombuffer(tops, np.int32),
         "depths": np.frombuffer(depths, np.uint8),
         "draws": np.frombuffer(draws, np.uint64),
-        "folders": np.frombuffer(b"".join(folders), np.uint8),
-        "folder_ends": np.cumsum([len(path) for path in folders], dtype=np.int64),
-        "stamps": np.array(list(stamps.values()), np.int64).reshape(-1, 4),
     }
 
 
@@ -457,25 +501,25 @@ def _dated(stamp: tuple[int, ...], asked: float) -> tuple[int, ...]:
     return (UNSURE,) * 4 if _fresh(stamp[2], stamp[3], asked) else stamp
 
 
-def _in_order(tree: Mapping[str, _Folder]) -> Iterator[tuple[str, int]]:
-    """Names of all images, sorted, and their sizes.
+def _in_order(tree: Mapping[str, Folder]) -> Iterator[tuple[str, int, int]]:
+    """Names of all images, sorted, with lengths and versions.
 
     In a folder, `b/` comes where its images do among others: after `b.png`, before `b0.png`.
     """
 
-    def inside(path: str) -> Iterator[tuple[str, int]]:
+    def inside(path: str) -> Iterator[tuple[str, int, int]]:
         folder, start = tree[path], path and path + "/"
-        images = zip((start + name for name in folder.names.split("\0")), folder.sizes)
+        images = zip((start + name for name in folder.names.split("\0")), folder.sizes, folder.versions)
         names = (start + name for name in (*folder.inside, *folder.links))
-        return heapq.merge(images, sorted((name + "/", 0) for name in names if name in tree))
+        return heapq.merge(images, sorted((name + "/", 0, 0) for name in names if name in tree))
 
     stack = [inside("")]
     while stack:
-        for name, size in stack[-1]:
-            if name.endswith("/"):
-                stack.append(inside(name[:-1]))
+        for image in stack[-1]:
+            if image[0].endswith("/"):
+                stack.append(inside(image[0][:-1]))
                 break
-            yield name, size
+            yield image
         else:
             stack.pop()
 

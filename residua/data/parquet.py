@@ -508,7 +508,7 @@ def _bytes_and_paths(column: pa.Array) -> tuple[pa.Array, pa.Array | None]:
 def _version_of(files: list[File]) -> int:
     """A number that changes when one of the files does; `UNSURE` where one may without that."""
     asked = time.time()
-    near = settled(file_stamps([str(file) for file in files if isinstance(file, Path)]), asked)
+    near = settled(file_stamps([os.fsencode(file) for file in files if isinstance(file, Path)]), asked)
     far = [(file.size, file.tag) for file in files if isinstance(file, RemoteFile)]
     return UNSURE if (near[:, 1] == UNSURE).any() else int(fingerprint_of(near, far)[:15], 16)
 

@@ -319,11 +319,11 @@ def test_without_a_cache_folders_are_listed_every_time(tmp_path, monkeypatch):
 def test_one_of_several_processes_lists(tmp_path, monkeypatch):
     folder, log, folders = touch(tmp_path / "set", *NAMES), tmp_path / "log", index_module._folders
 
-    def slow(root):
+    def slow(scan):
         with log.open("a") as written:
             written.write("x")
         threading.Event().wait(0.3)
-        return folders(root)
+        return folders(scan)
 
     monkeypatch.setattr(index_module, "_folders", slow)
     fork = multiprocessing.get_context("fork")
