@@ -71,7 +71,10 @@ def file_stamps(paths: Sequence[bytes]) -> np.ndarray:
     found: list[int] = []
     for path in paths:
         status = _status(path)
-        found += (status.st_size, status.st_mtime_ns & _WORD, status.st_ctime_ns & _WORD)
+        if status is None:
+            found += (0, UNSURE, 0)
+        else:
+            found += (status.st_size, status.st_mtime_ns & _WORD, status.st_ctime_ns & _WORD)
     return np.array(found, np.int64).reshape(-1, 3)
 
 
@@ -86,12 +89,12 @@ def _fresh(modified: Any, changed: Any, asked: float) -> Any:
     return (changed / 1e9 > asked - _SETTLED) | (abs(modified / 1e9 - asked) < _SETTLED)
 
 
-def _status(path: bytes) -> os.stat_result:
-    """Of a file; of a link that leads nowhere, its own."""
-    try:
-        return os.stat(path)
-    except OSError:
-        return os.lstat(path)
+def _status(path: bytes) -> os.stat_result | None:
+    """Of a file; of a link that leads nowhere, its own; None where there is nothing."""
+    for ask in (os.stat, os.lstat):
+        with suppress(OSError):
+            return ask(path)
+    return None
 
 
 class Hashes:

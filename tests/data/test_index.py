@@ -15,6 +15,7 @@ from residua.data import DataError, Feed, decode, load
 from residua.data import index as index_module
 from residua.data import source as source_module
 from residua.data.errors import DataWarning
+from residua.data.folder import FolderSource
 from residua.data.index import UNSURE, Hashes, Listing, found_before, list_images, settled
 from residua.data.source import EncodedSource
 from residua.progress import listen
@@ -129,6 +130,16 @@ def test_an_image_that_cannot_be_read_is_part_of_the_set(tmp_path):
     shutil.copy(tmp_path / "photos" / "train" / "a" / "0.png", tmp_path / "photos" / "train" / "a" / "nowhere.png")
     (tmp_path / "photos" / "train" / "a" / "0.png").unlink()
     assert load(spec).train.fingerprint() != before
+
+
+def test_an_image_that_is_named_and_not_there_is_an_unreadable_one(tmp_path):
+    put(tmp_path, noise(2), "a")
+    source = FolderSource("set", "all", tmp_path, ["a/0.png", "a/1.png", "a/2.png"], classes=None, labels=None)
+    assert len(source.sizes()) == 2
+    assert source.weights()[2] == 0
+    key, stamp = source.fingerprint(), source.stamp()
+    put(tmp_path, noise(3), "a")
+    assert (source.fingerprint() == key, source.stamp() == stamp) == (False, False)
 
 
 def test_damaged_hashes_are_not_believed(tmp_path, cache):
