@@ -74,7 +74,10 @@ class Pictures(Source):
         return Pictures(self.source) if same else None
 
     def fingerprint(self) -> str:
-        return fingerprint_of(self.source.stamp(), self.shape, self.fitted)
+        return fingerprint_of(self.source.fingerprint(), self.shape, self.fitted)
+
+    def state(self, numbers: np.ndarray) -> str:
+        return fingerprint_of(self.source.state(numbers), self.shape, self.fitted)
 
 
 def _common_size(source: Source) -> tuple[int, int]:
