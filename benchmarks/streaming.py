@@ -5,8 +5,9 @@
 
 Without `--folder` it makes 4,000 different JPEGs of 300 to 700 px, 80 KB on average, from noise whose amplitude falls
 with frequency as it does in photographs. Every arm reads the same images in the same order with as many workers, and
-is timed from the start of its workers to its last batch; arms alternate, so that a drifting clock hits all. On a
-machine with a GPU a masked autoencoder (ViT-B/16) is trained as well, on streamed and on resident images.
+is timed from the start of its workers to its last batch; arms alternate, so that a drifting clock hits all. Features of
+a ViT-Ti/16 (on a GPU ViT-B/16) are written by `embed`, beside its forward pass alone. On a machine with a GPU a masked
+autoencoder (ViT-B/16) is trained as well, on streamed and on resident images.
 """
 
 import argparse
@@ -28,7 +29,9 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
-from residua.data import Crops, Feed, Source, decode, load
+from residua import create_model
+from residua.data import Crops, Feed, Source, Splits, decode, load
+from residua.evaluate import embed
 from residua.train import Pretrain, prepare
 
 SIDE, BATCH = 224, 256
@@ -163,11 +166,33 @@ def training_rates(spec: str, workers: int, steps: int, rounds: int) -> dict[str
     return rates
 
 
+def measuring_rates(source: Source, order: Tensor, rounds: int, made: Path) -> dict[str, list[float]]:
+    """Images a second of `residua.evaluate.embed`, and of the same network's forward pass on images that are there."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = {"embed_dim": 768, "num_heads": 12} if device.type == "cuda" else {"embed_dim": 192, "num_heads": 3}
+    model = create_model("vit", img_size=SIDE, patch_size=16, depth=12, **size).to(device).eval()
+    data, half = Splits("photos", source.subset(order.numpy())), device.type == "cuda"
+    batch = torch.randn(BATCH, 3, SIDE, SIDE, device=device)
+    rates: dict[str, list[float]] = {"embedding": [], "forward pass": []}
+    for round_ in range(rounds + 1):
+        start = time.perf_counter()
+        embed(model, data, made / "features.parquet", device=device, bf16=half)
+        middle = time.perf_counter()
+        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=half):
+            for k in range(0, len(order), BATCH):
+                model.forward_features(batch[: len(order) - k]).float().mean(1).cpu()
+        if round_:
+            rates["embedding"].append(len(order) / (middle - start))
+            rates["forward pass"].append(len(order) / (time.perf_counter() - middle))
+    return rates
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="images instead of those that are made")
     parser.add_argument("--made", type=int, default=4000)
     parser.add_argument("--images", type=int, default=2048, help="images an arm reads in a round")
+    parser.add_argument("--embed", type=int, default=512, help="images that are embedded in a round")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200, help="steps of training in a round, on a GPU")
@@ -187,12 +212,14 @@ def main() -> None:
                 rates.setdefault(name, []).append(arm(order))
         if torch.cuda.is_available():
             rates |= training_rates(f"folder:{folder}", args.workers, args.steps, args.rounds)
+        rates |= measuring_rates(source, order[: args.embed], args.rounds, Path(made))
     typical = {name: statistics.median(values) for name, values in rates.items()}
     for name, rate in typical.items():
         spread = f"{min(rates[name]):,.0f} to {max(rates[name]):,.0f}"
         print(f"{name:30s} {rate:9,.0f} images/s ({spread})")
     ratios = [("loading", over) for over in typical if "decoding" in over or "loader" in over]
     ratios += [("training, streamed", "training, resident")] * ("training, resident" in typical)
+    ratios += [("embedding", min("forward pass", "decoding", key=lambda name: typical[name]))]
     for what, over in ratios:
         each = [a / b for a, b in zip(rates[what], rates[over])]
         print(f"{what} / {over}: {statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})")

@@ -8,18 +8,24 @@ if TYPE_CHECKING:
     from residua.adapt import fade, stream, unfade
     from residua.adapt.encoder import create_model
     from residua.anatomy.mixing import mixing
+    from residua.commands.diffuse import diffuse
+    from residua.commands.finetune import finetune
+    from residua.commands.pretrain import pretrain
+    from residua.commands.run import Run
     from residua.nn import alphas
     from residua.train.checkpoint import load
     from residua.train.sample import sample
 
 __version__ = "0.1.0"
 __all__ = [
-    "adapt", "alphas", "anatomy", "create_model", "data", "evaluate", "export", "fade", "load", "mixing", "nn",
-    "recipes", "report", "sample", "stream", "train", "unfade",
+    "Run", "adapt", "alphas", "anatomy", "create_model", "data", "diffuse", "evaluate", "export", "fade", "finetune",
+    "load", "mixing", "nn", "pretrain", "recipes", "report", "sample", "stream", "train", "unfade",
 ]  # fmt: skip
 _HOME = {"alphas": "residua.nn", "create_model": "residua.adapt.encoder"}
 _HOME |= {name: "residua.adapt" for name in ("fade", "stream", "unfade")}
 _HOME["mixing"] = "residua.anatomy.mixing"
+_HOME |= {name: f"residua.commands.{name}" for name in ("pretrain", "diffuse", "finetune")}
+_HOME["Run"] = "residua.commands.run"
 _HOME["load"] = "residua.train.checkpoint"
 _HOME["sample"] = "residua.train.sample"
 

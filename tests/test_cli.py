@@ -15,7 +15,7 @@ from PIL import Image
 
 import residua
 from residua import cli
-from residua.cli.console import typed
+from residua.commands.console import typed
 
 TINY = """
 --data shapes?n=48&size=16&test=16 --size nano --depth 2 --embed-dim 32 --num-heads 2 --decoder-embed-dim 32
@@ -31,7 +31,7 @@ TINY = """
     ],
 )  # fmt: skip
 def test_a_setting_takes_the_place_of_a_recipes_other(args: list[str], settings: dict[str, Any]) -> None:
-    from residua.cli.pretrain import settings as parse
+    from residua.recipes.arguments import settings as parse
     from residua.train import Pretrain
 
     found = parse(Pretrain, ["mae-shapes", *args], "pretrain", "").settings()
@@ -376,7 +376,7 @@ def test_long_work_is_counted_on_a_terminal_by_the_first_process(monkeypatch: py
 
     from rich.console import Console
 
-    console = sys.modules["residua.cli.console"]
+    console = sys.modules["residua.commands.console"]
 
     def shown(**options: Any) -> str:
         file = io.StringIO()

@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from residua.commands.console import console, counting, fail, note, say
 from residua.files import FULL
 from residua.progress import listen
-
-from .console import console, counting, fail, note, say
 
 # Threads that spin while they wait slow each other down a hundredfold where another program wants the cores too.
 # Read when torch is imported, which happens inside the commands.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import (
+from residua.commands.console import (
     bad_images,
     check_folder,
     console,

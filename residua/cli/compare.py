@@ -9,7 +9,7 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import console, device_of, say, show, writable
+from residua.commands.console import console, device_of, say, show, writable
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import tyro
 from rich.table import Table
 from tyro.conf import Positional
 
-from .console import console, device_of, say, show
+from residua.commands.console import console, device_of, say, show
 
 if TYPE_CHECKING:
     from residua.anatomy.counterfactual import Outcome, Point

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, subcommand
 
-from .console import note, out_file, print_nested, say
+from residua.commands.console import note, out_file, print_nested, say
 
 _SHOWN = 10  # classes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tyro
 
-from .console import check_folder, console, say, show
+from residua.commands.console import check_folder, console, say, show
 
 
 @dataclass(frozen=True)

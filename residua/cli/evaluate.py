@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import (
+from residua.commands.console import (
     accelerator_of,
     bad_images,
     console,
@@ -256,7 +256,9 @@ def embed(args: list[str]) -> None:
     from residua.evaluate.diffusion import is_diffusion
 
     o = tyro.cli(EmbedOptions, args=args, prog="residua embed")
-    device = device_of(o.device)
+    device, accelerator = device_of(o.device), accelerator_of(o.device)
+    if accelerator is not None:
+        device = str(accelerator.device)
     model = open_any(o.model, o.weights, img_size(o.img_size))
     if is_diffusion(model):
         raise ValueError(f"{o.model} is a diffusion model, which embed does not read: residua evaluate scores it")
@@ -265,4 +267,5 @@ def embed(args: list[str]) -> None:
         img_size=img_size(o.img_size), batch_size=o.batch_size, device=device,
         on_bad_image=o.on_bad_image or bad_images(o.model, o.data), progress=counting,
     )  # fmt: skip
-    say(f"written: {path}")
+    if accelerator is None or accelerator.is_main_process:
+        say(f"written: {path}")

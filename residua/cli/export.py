@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import tyro
 from tyro.conf import Positional
 
-from .console import note, say
+from residua.commands.console import note, say
 
 
 @dataclass(frozen=True)

@@ -2,85 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
-from typing import TYPE_CHECKING, Any
-
+from residua.commands.console import typed
 from residua.recipes.arguments import settings
-
-from .console import Bar, announce, console, counting, dry_run, note, quickest_probe, say, typed, warn_shared
-
-if TYPE_CHECKING:
-    from residua.train.health import Health
-    from residua.train.pretrain import Pretraining
 
 
 def pretrain(args: list[str]) -> None:
     """Pretrain an encoder: `residua pretrain [RECIPE or SETTINGS.yaml] [options]`."""
-    from residua.train import Hooks, Pretrain, fit, prepare
-    from residua.train.health import Health
-    from residua.train.processes import agreed
+    from residua.commands.pretrain import train
+    from residua.train import Pretrain
 
     given = typed(args)  # before a settings file is taken from them
-    config = settings(
-        Pretrain, args, "pretrain", "Pretrain a masked autoencoder whose identity shortcuts fade with depth."
-    )
-    session = prepare(config, counting, given)
-    with agreed():
-        main = announce(session)
-        if main:
-            warn_shared(session.splits)
-    if session.config.machine.dry_run:
-        return dry_run(session)
-    every = session.config.machine.eval_every
-    health = Health(session.settings.steps)
-    with Bar(session.settings.steps, session.settings.batch_size, show=main) as bar:
-        hooks = Hooks(
-            on_record=bar.update, on_message=note if main else (lambda text: None),
-            every=max(1, round(every * session.steps_per_epoch)) if every else None,
-            on_interval=lambda step, model: _scores_while_training(model, session, health), averaged=True,
-        )  # fmt: skip
-        model = fit(session, hooks)
-    if session.config.machine.evaluate:
-        _closing_words(model, session)
-
-
-def _scores_while_training(model: Any, session: Pretraining, health: Health) -> dict[str, float]:
-    from residua.evaluate import evaluate
-
-    report = evaluate(
-        model,
-        session.splits,
-        probe=quickest_probe(session.accelerator.device.type),
-        baselines=False,
-        neighbors=0,
-        limit=10_000,
-        on_bad_image=session.machine.on_bad_image,
-        accelerator=session.accelerator,
-    )
-    for text in health.check_rank(report.value("entropy rank"), model.encoder.embed_dim, session.config.shortcut):
-        if session.accelerator.is_main_process:
-            note(text)
-    return {f"eval/{s.metric.replace(' ', '_')}": s.value for s in report.scores if s.layer in (-1, report.layers[-1])}
-
-
-def _closing_words(model: Any, session: Pretraining) -> None:
-    from residua.evaluate import evaluate
-    from residua.report import run_report
-
-    report = evaluate(
-        model, session.splits, probe=quickest_probe(session.accelerator.device.type), layers="all",
-        on_bad_image=session.machine.on_bad_image, accelerator=session.accelerator, progress=counting,
-    )  # fmt: skip
-    if not session.accelerator.is_main_process:
-        return
-    run = session.run
-    assert run is not None
-    report.save(run / "evaluation.json")
-    page = run_report(run, model=model, splits=session.splits, evaluation=report)
-    console.print(report.table())
-    rank, fresh, pixels = (report.value("entropy rank", who) for who in ("model", "random init", "pixels"))
-    say(f"entropy rank {rank:.1f} nats (random init {fresh:.1f}, pixels {pixels:.1f}); pictures: {page}")
-    say(f'load it:  model = residua.load("{run}")')
-    where, images = (shlex.quote(text) for text in (str(run), session.config.data.data))
-    say(f"use it:   residua embed {where} --data {images} --out features.parquet")
-    say(f"take it:  residua export {where} --to timm")
+    summary = "Pretrain a masked autoencoder whose identity shortcuts fade with depth."
+    train(settings(Pretrain, args, "pretrain", summary), given)

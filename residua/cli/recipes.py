@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from .console import console, print_nested, say
+from residua.commands.console import console, print_nested, say
 
 
 def recipes(args: list[str]) -> None:

@@ -11,7 +11,7 @@ import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tyro.conf import Positional, arg
 
-from .console import accelerator_of, console, device_of, note, say
+from residua.commands.console import accelerator_of, console, device_of, note, say
 
 
 @dataclass(frozen=True)

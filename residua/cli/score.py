@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional, arg
 
-from .console import console, counting, device_of, img_size, note, out_file, say
+from residua.commands.console import console, counting, device_of, img_size, note, out_file, say
 
 if TYPE_CHECKING:
     from residua.evaluate.generative import Planned

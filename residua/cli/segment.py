@@ -9,7 +9,19 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from .console import bad_images, console, data_of, device_of, img_size, note, open_any, out_file, say, writable
+from residua.commands.console import (
+    accelerator_of,
+    bad_images,
+    console,
+    data_of,
+    device_of,
+    img_size,
+    note,
+    open_any,
+    out_file,
+    say,
+    writable,
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,8 @@ def segment(args: list[str]) -> None:
     from residua.evaluate import segment
 
     o = tyro.cli(SegmentOptions, args=args, prog="residua segment")
-    size = img_size(o.img_size)
+    size, accelerator = img_size(o.img_size), accelerator_of(o.device)
+    device = device_of(o.device) if accelerator is None else str(accelerator.device)
     model = open_any(o.model, o.weights, size)
     data, run = o.data or data_of(o.model), Path(o.model).expanduser()
     where = run / "segmentation.json" if (run / "checkpoints").is_dir() else None
@@ -74,9 +87,11 @@ def segment(args: list[str]) -> None:
         model, splits, masks=o.masks, split=o.split, layer=o.layer, max_images=o.max_images,
         img_size=size, ignore_index=None if o.ignore_index < 0 else o.ignore_index,
         count_absent=o.count_absent, seed=o.seed, baselines=o.baselines, batch_size=o.batch_size,
-        intra=o.intra, inter=o.inter, device=device_of(o.device),
+        intra=o.intra, inter=o.inter, device=device,
         on_bad_image=o.on_bad_image or bad_images(o.model, data),
     )  # fmt: skip
+    if accelerator is not None and not accelerator.is_main_process:
+        return
     if result.without_mask:
         note(f"{result.without_mask:,} images have no mask in {o.masks} and were left out")
     console.print(result.table())

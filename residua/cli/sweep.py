@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from .console import console, data_of, note, say, show
+from residua.commands.console import console, data_of, note, say, show
+
 from .sweep_options import (
     baseline_of,
     check_base,

@@ -163,7 +163,8 @@ def evaluate_options(after: Mapping[str, list[str]], given: Mapping[str, list[st
     """Options of `residua evaluate`; the features of many runs would fill a disk, so none are kept."""
     import tyro
 
-    from .console import device_of, quickest_probe
+    from residua.commands.console import device_of, quickest_probe
+
     from .evaluate import EvaluateOptions
 
     cpu = "cpu" in given

@@ -46,6 +46,10 @@ class ArraySource(Source):
     def sizes(self) -> np.ndarray:
         return np.array([self.images.shape[1:3]], np.int64)
 
+    @property
+    def in_memory(self) -> bool:
+        return True
+
     def array(self) -> np.ndarray | None:
         return self.images
 

@@ -10,7 +10,7 @@ process, the pixels are the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,7 +45,7 @@ class Crops:
     """The training views of images: a random resized crop, mirrored or not, of `img_size` = (height, width).
 
     Box and mirroring are a function of (seed, epoch, image number), and of the size of the image. `central` views show
-    the central square instead of a random part, as `center_view` does.
+    the central part instead of a random one, as `center_view` does with this `crop_pct` and `crop_mode`.
     """
 
     img_size: tuple[int, int]
@@ -54,6 +54,13 @@ class Crops:
     flip: bool = True
     interpolation: str = "bicubic"
     central: bool = False
+    crop_pct: float = 1.0
+    crop_mode: CropMode = "center"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(height, width) of a view."""
+        return self.img_size
 
     def boxes(self, index: Tensor, epoch: Tensor | int, sizes: Tensor) -> Tensor:
         """Boxes (B, 4) = (top, left, height, width), in whole pixels."""
@@ -64,16 +71,29 @@ class Crops:
         """(B,) bool: which views are mirrored; None where none are."""
         return uniform(self.seed, epoch, index, 1, "flip")[:, 0] < 0.5 if self.flip else None
 
-    def cut(self, images: Iterable[Tensor], index: Tensor, epoch: Tensor | int, sizes: Tensor) -> Tensor:
-        """Views (B, C, h, w) of images (C, H, W) of these sizes (B, 2) on the CPU; uint8 and float32 stay what they
-        are. In memory channels come last, as decoders write them."""
-        mirrored = self.mirrored(index, epoch)
+    def cut(self, images: Iterable[Tensor], index: Tensor, epoch: Tensor | int, sizes: Tensor, out: Tensor) -> Tensor:
+        """Views of images (C, H, W) of these sizes (B, 2) on the CPU, put into `out` (B, h, w, C); uint8 and float32
+        stay what they are. Channels come last, as decoders write them. Returns `out`."""
         if self.central:
-            return _resized_centers(images, sizes, self.img_size, self.interpolation, flip=mirrored)
-        boxes = self.boxes(index, epoch, sizes).long().tolist()
-        parts = (image[:, top : top + h, left : left + w] for image, (top, left, h, w) in zip(images, boxes))
-        views = (_resize(part, self.img_size, self.interpolation) for part in parts)
-        return _stacked(views, mirrored, len(sizes))
+            views = self._centers(images, sizes)
+        else:
+            boxes = self.boxes(index, epoch, sizes).long().tolist()
+            parts = (image[:, top : top + h, left : left + w] for image, (top, left, h, w) in zip(images, boxes))
+            views = (_resize(part, self.img_size, self.interpolation) for part in parts)
+        mirrored = self.mirrored(index, epoch)
+        mirror = [False] * len(sizes) if mirrored is None else mirrored.tolist()
+        for row, view, turned in zip(out, views, mirror):
+            last = view.permute(1, 2, 0)
+            row.copy_(last.flip(1) if turned else last)
+        return out
+
+    def _centers(self, images: Iterable[Tensor], sizes: Tensor) -> Iterator[Tensor]:
+        """What `center_boxes` shows: each image is resized as a whole, and cropped then."""
+        out_h, out_w = self.img_size
+        geometry = torch.stack(_center_geometry(sizes, self.img_size, self.crop_pct, self.crop_mode), 1).long().tolist()
+        for image, (height, width, top, left) in zip(images, geometry):
+            whole = _resize(image, (height, width), self.interpolation)
+            yield whole[:, top : top + out_h, left : left + out_w]
 
     def __call__(self, batch: Batch, epoch: Tensor | int) -> Tensor:
         """The views of a batch on its device: float32 (B, C, h, w); uint8 pixels become [0, 1]."""
@@ -83,14 +103,36 @@ class Crops:
             return self._on_cpu(batch, epoch)
         mirrored = self.mirrored(batch.index, epoch)
         if self.central:
-            boxes = center_boxes(batch.sizes, self.img_size)
+            boxes = center_boxes(batch.sizes, self.img_size, self.crop_pct, self.crop_mode)
             return resample(batch.pixels, boxes, self.img_size, mirrored, self.interpolation, batch.sizes)
         boxes = self.boxes(batch.index, epoch, batch.sizes)
         return resample(batch.pixels, boxes, self.img_size, mirrored, self.interpolation)
 
     @torch.compiler.disable
     def _on_cpu(self, batch: Batch, epoch: Tensor | int) -> Tensor:
-        return _unit(self.cut(_images(batch), batch.index, epoch, batch.sizes))
+        count, channels = batch.pixels.shape[:2]
+        out = torch.empty(count, *self.shape, channels, dtype=batch.pixels.dtype)
+        return _unit(self.cut(_images(batch), batch.index, epoch, batch.sizes, out).permute(0, 3, 1, 2))
+
+
+@dataclass(frozen=True)
+class Several:
+    """Several views of each image, each by its `Crops` and in its epoch; batches of them are cut where images are
+    decoded: (B, views, C, h, w)."""
+
+    views: tuple[tuple[Crops, int], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(views, height, width)."""
+        return len(self.views), *self.views[0][0].img_size
+
+    def cut(self, images: Iterable[Tensor], index: Tensor, epoch: Tensor | int, sizes: Tensor, out: Tensor) -> Tensor:
+        """As `Crops.cut`, into `out` (B, views, h, w, C); `epoch` is that of each view."""
+        images = list(images)
+        for k, (crops, number) in enumerate(self.views):
+            crops.cut(images, index, number, sizes, out[:, k])
+        return out
 
 
 def pair(img_size: ImgSize) -> tuple[int, int]:
@@ -231,13 +273,10 @@ def center_view(
     crop_pct: float = 1.0,
     interpolation: str = "bicubic",
     crop_mode: CropMode = "center",
-    flip: Tensor | None = None,
 ) -> Tensor:
-    """Resize, central crop, normalise: float32 (B, C, h, w), as timm and torchvision do it; `flip` (B,) mirrors."""
-    if batch.pixels.device.type == "cpu":
-        return normalize(_centers_on_cpu(batch, img_size, interpolation, crop_pct, crop_mode, flip), mean, std)
-    boxes = center_boxes(batch.sizes, img_size, crop_pct, crop_mode)
-    return normalize(resample(batch.pixels, boxes, img_size, flip, interpolation, batch.sizes), mean, std)
+    """Resize, central crop, normalise: float32 (B, C, h, w), as timm and torchvision do it."""
+    crops = Crops(pair(img_size), 0, (1.0, 1.0), False, interpolation, True, crop_pct, crop_mode)
+    return normalize(crops(batch, 0), mean, std)
 
 
 def normalize(x: Tensor, mean: PerChannel, std: PerChannel) -> Tensor:
@@ -267,50 +306,6 @@ def _resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
     if interpolation not in INTERPOLATIONS:
         raise ValueError(f"interpolation {interpolation!r}, expected 'bicubic' or 'bilinear'")
     return F.interpolate(image[None], size, mode=interpolation, antialias=True)[0]
-
-
-@torch.compiler.disable
-def _centers_on_cpu(
-    batch: Batch,
-    img_size: ImgSize,
-    interpolation: str,
-    crop_pct: float,
-    crop_mode: CropMode,
-    flip: Tensor | None,
-) -> Tensor:
-    images = _images(batch)
-    return _unit(_resized_centers(images, batch.sizes, img_size, interpolation, crop_pct, crop_mode, flip))
-
-
-def _resized_centers(
-    images: Iterable[Tensor],
-    sizes: Tensor,
-    out_size: ImgSize,
-    interpolation: str,
-    crop_pct: float = 1.0,
-    crop_mode: CropMode = "center",
-    flip: Tensor | None = None,
-) -> Tensor:
-    """What `center_boxes` shows, (B, C, h, w): each image is resized as a whole, and cropped then."""
-    out_h, out_w = pair(out_size)
-    geometry = torch.stack(_center_geometry(sizes, out_size, crop_pct, crop_mode), 1).long().tolist()
-    resized = (
-        _resize(image, (height, width), interpolation)[:, top : top + out_h, left : left + out_w]
-        for image, (height, width, top, left) in zip(images, geometry)
-    )
-    return _stacked(resized, flip, len(sizes))
-
-
-def _stacked(views: Iterable[Tensor], flip: Tensor | None, count: int) -> Tensor:
-    """Views (C, h, w) as one batch (B, C, h, w), channels last in memory, some of them mirrored."""
-    out = torch.empty(0)
-    mirrored = [False] * count if flip is None else flip.tolist()
-    for k, (view, mirror) in enumerate(zip(views, mirrored)):
-        last = view.permute(1, 2, 0)
-        if k == 0:
-            out = torch.empty((count, *last.shape), dtype=last.dtype)
-        out[k] = last.flip(1) if mirror else last
-    return out.permute(0, 3, 1, 2)
 
 
 def _below(u: Tensor, n: Tensor) -> Tensor:

@@ -54,6 +54,12 @@ def shrunk_size(height: int, width: int, target: int | None) -> tuple[int, int]:
     return max(1, round(height * factor)), max(1, round(width * factor))
 
 
+def side_size(height: int, width: int, side: int) -> tuple[int, int]:
+    """Size of an image whose shorter side is shrunk to `side`; a smaller image keeps its own."""
+    factor = min(1.0, side / min(height, width))
+    return max(1, round(height * factor)), max(1, round(width * factor))
+
+
 def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """Antialiased bicubic resize of an (H, W, C) array, dtype kept."""
     if image.shape[:2] == (height, width):
@@ -62,11 +68,15 @@ def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
         pixels = as_tensor(image).permute(2, 0, 1)[None]
         small = F.interpolate(pixels, (height, width), mode="bicubic", antialias=True)  # PIL's numbers, in less time
         return small[0].permute(1, 2, 0).numpy()
-    planes = [Image.fromarray(image[:, :, c].astype(np.float32)) for c in range(image.shape[2])]
-    out = np.stack([np.asarray(p.resize((width, height), Image.Resampling.BICUBIC)) for p in planes], axis=2)
+    out = np.stack([_resized_plane(image[:, :, c], height, width) for c in range(image.shape[2])], axis=2)
     if image.dtype == np.float32:
         return out
     return np.clip(np.rint(out), 0, np.iinfo(image.dtype).max).astype(image.dtype)
+
+
+def _resized_plane(plane: np.ndarray, height: int, width: int) -> np.ndarray:
+    whole = Image.fromarray(plane.astype(np.float32))
+    return np.asarray(whole.resize((width, height), Image.Resampling.BICUBIC))
 
 
 def as_tensor(image: np.ndarray) -> torch.Tensor:

@@ -3,51 +3,48 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, count, repeat
+from itertools import count, repeat
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from residua.data import decode
-from residua.data.augment import Batch, Crops, ImgSize, normalize, pair
+from residua.data.augment import Batch, Crops, ImgSize, Several, normalize, pair
 from residua.data.catalog import load
-from residua.data.errors import BadImage, DataError
+from residua.data.errors import DataError
 from residua.data.order import Order
-from residua.data.preprocess import canvas_for, fit, to_canvas
+from residua.data.preprocess import canvas_for
 from residua.data.source import Source
+from residua.data.workers import Decoder, Done, Makes, Packed, Pool, Slots, Task, Tasks, Whole
 from residua.room import cores, free_memory
 
 OnBadImage = Literal["error", "skip"]
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is (0: not known)."""
-_Decoded = tuple[Tensor, Tensor, Tensor, list[int]]  # pixels, sizes, index, numbers of unreadable images
 
 RESIDENT_SHARE = 0.4  # of the device's free memory that images may take
-_WAY_OUT = "--on-bad-image skip, in Python on_bad_image='skip', leaves such images out"
-_AT_ONCE = 32  # images that a worker decodes at a time
-_BLOCK = 256  # the same, when filling a resident feed
-_AHEAD = 2  # batches that are ready or being decoded, at least
+_SPARE = 1.05  # of the room for images of different sizes, which is known from some of them
 _MIN_FOR_WORKERS = 4096  # fewer images are decoded in this process
+_GATHERED = 32  # images of different sizes that a GPU gathers at a time
 
 
 class Feed:
     """Batches of `source` on `device`.
 
     Images live in device memory when they fit into 40 % of what is free there (`resident=None`; True and
-    False force it), as uint8, or float32 in [0, 1] where the source has 16 bits or floats. Otherwise
-    `workers` persistent processes decode them; by default as many as there are cores for this process, at most 16.
-    With `crops` they make the training views as well and hand over those alone (`Batch.cut`), without them whole
-    images. Two tasks of 32 images a worker wait in memory, or two batches where that is more.
+    False force it), as uint8, or float32 in [0, 1] where the source has 16 bits or floats; images of different sizes
+    one after another, without space between them. Otherwise `workers` persistent processes decode them; by default as
+    many as there are cores for this process, at most 16. With `crops` they make the views as well and hand over those
+    alone (`Batch.cut`), without them whole images. Two tasks of 32 images a worker wait in memory, or two batches where
+    that is more.
 
     Either way an image much larger than `img_size` is shrunk when decoded: to at most twice `img_size` on its shorter
     and three times on its longer side. Where that would make the shorter one smaller than `img_size`, the ends of the
     longer are cut off instead; `squash` is for views that stretch images, and narrows the longer side alone.
+    `resident_side` shrinks the shorter side of resident images to so many pixels, so that more of them fit.
 
     `on_bad_image="skip"` puts the next readable image, with its own number, in the place of an unreadable one.
     `skipped` counts these, and a warning names some: of a resident feed once it is filled, else when it is closed.
@@ -62,11 +59,12 @@ class Feed:
         *,
         img_size: ImgSize,
         resident: bool | None = None,
+        resident_side: int | None = None,
         workers: int | None = None,
         on_bad_image: OnBadImage = "error",
         progress: Progress | None = None,
         squash: bool = False,
-        crops: Crops | None = None,
+        crops: Crops | Several | None = None,
     ) -> None:
         if on_bad_image not in ("error", "skip"):
             raise DataError(f"on_bad_image {on_bad_image!r}, expected 'error' or 'skip'")
@@ -78,18 +76,25 @@ class Feed:
         self.wait_seconds = 0.0
         self._bad: set[int] = set()
         self._target = max(pair(img_size))
-        self.canvas = canvas_of(source, self._target)
-        self._decoder = _Decoder(source, self._target, self.canvas, on_bad_image, squash, crops)
-        self._loader: DataLoader[Any] | None = None
+        if resident_side is not None and resident_side < self._target:
+            raise DataError(f"resident_side {resident_side} is smaller than the views of {self._target} pixels")
+        self.resident = fits(source, self.device, self._target, resident, resident_side)
+        self._side = resident_side if self.resident else None
+        kept = kept_sizes(source, self._target, self._side)
+        self.canvas = canvas_for(kept, self._target)
+        self._pool: Pool | None = None
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._pixels: Tensor | None = None
+        """Resident images: (N, C, H, W) where all fill the canvas, else their pixels in a row, (T, C)."""
         self._sizes: Tensor | None = None
+        self._starts: Tensor | None = None
+        """Of each image the first of its pixels in the row."""
         self._stored: tuple[Tensor, Tensor] | None = None
         """Where some images are unreadable: for every number the row of the image used, for every row its number."""
         self.full = False
         """Whether every image fills the canvas; known of a resident feed."""
-        self.resident = self._fits(resident)
         if self.resident:
-            self._fill()
+            self._fill(kept)
             assert self._sizes is not None
             self.full = bool((self._sizes == self._sizes.new_tensor(self.canvas)).all())
 
@@ -103,7 +108,7 @@ class Feed:
 
     @property
     def cuts(self) -> bool:
-        """Whether batches come as training views: of a resident feed they are images, which the device crops."""
+        """Whether batches come as views: of a resident feed they are images, which the device crops."""
         return self.crops is not None and not self.resident
 
     def iterate(self, index_batches: Iterable[Tensor], epochs: Iterable[Tensor | int] | None = None) -> Iterator[Batch]:
@@ -122,46 +127,67 @@ class Feed:
             rows, numbers = self._stored
             row = rows[index]
             index = numbers[row]
-        return Batch(self._pixels[row], self._sizes[row], index)
+        sizes = self._sizes[row]
+        if self._starts is None:
+            return Batch(self._pixels[row], sizes, index)
+        gather = _gather_on_cpu if self.device.type == "cpu" else _gather
+        return Batch(gather(self._pixels, self._starts[row], sizes, self.canvas), sizes, index)
 
-    def decoding_seconds(self, index: Tensor) -> float:
-        """About how long decoding these images (B,) takes the workers, from 32 of them; 0 of a resident feed."""
+    def seconds(self, index: Tensor) -> dict[str, float]:
+        """About how long reading, decoding (making views included) and handing over these images (B,) takes, from 64 of
+        them; nothing of a resident feed. Reading and decoding are shared by the workers."""
         if self.resident:
-            return 0.0
-        some = index[:32].tolist()
-        start = time.perf_counter()
-        self._decoder._decode([(i, 0) for i in some])
-        return (time.perf_counter() - start) * len(index) / len(some) / max(1, self.workers)
+            return {}
+        wanted = [(i, 0) for i in index[:64].tolist()]
+        decoder = self._decoder()
+        slots = Slots(1, decoder.shape, decoder.dtype, shared=False, pinned=False)
+        decoder.memory = slots.memory
+        times = {"reading": 0.0, "decoding": 0.0, "handing over": 0.0}
+
+        def timed(what: str, work: Callable[..., Any], *of: Any) -> Any:
+            start = time.perf_counter()
+            found = work(*of)
+            times[what] += time.perf_counter() - start
+            return found
+
+        for k in range(0, len(wanted), slots.memory.shape[1]):
+            task = Task(0, wanted[k : k + slots.memory.shape[1]])
+            timed("reading", list, map(self.source.fetch, [i for i, _ in task.wanted]))
+            done = timed("decoding", decoder.__getitems__, task)
+            if isinstance(done, DataError):
+                raise done
+            timed("handing over", self._arriving(len(done.numbers)).add, slots, done)
+        for what in times:
+            times[what] *= len(index) / len(wanted) / (1 if what == "handing over" else max(1, self.workers))
+        times["decoding"] = max(0.0, times["decoding"] - times["reading"])
+        return times
 
     def close(self) -> None:
         """End the workers and let go of the images."""
         if not self.resident:
             self.source.tell_skipped(self._bad)
-        self._loader = self._pixels = self._sizes = self._stored = None
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = self._pixels = self._sizes = self._starts = self._stored = None
 
     def _iterate_resident(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
         for index in index_batches:
             yield self.gather(index.to(self.device, non_blocking=True))
 
     def _iterate_stream(self, index_batches: Iterable[Tensor], epochs: Iterable[Tensor | int]) -> Iterator[Batch]:
-        tasks = _Tasks(zip(index_batches, epochs))
-        if self._loader is None:
-            ahead = tasks.count_first() * _AHEAD
-            self._loader = _loader(self._decoder, self.workers, ahead, pin=self.device.type == "cuda")
-        sampler = self._loader.batch_sampler
-        assert isinstance(sampler, _Sampler)
-        sampler.tasks = tasks
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        waiting: _Copy | None = None
-        parts: list[_Decoded] = []
-        for part in self._timed(_decoded(self._loader)):
-            self._bad.update(part[3])
-            parts.append(part)
-            if len(parts) == tasks.counts[0]:
-                tasks.counts.popleft()
-                copy, waiting, parts = waiting, _Copy(parts, self.device, stream, self.cuts), []
-                if copy is not None:
-                    yield copy.arrived()
+        tasks = Tasks(zip(index_batches, epochs))
+        if self._pool is None:
+            self._pool = Pool(self._decoder(), self.workers, tasks.count_first(), self.device.type == "cuda")
+        waiting: _Arriving | None = None
+        coming: _Arriving | None = None
+        for done in self._timed(self._pool.do(tasks)):
+            self._bad.update(done.bad)
+            if coming is None:
+                coming = self._arriving(tasks.counts.popleft())
+            if coming.add(self._pool.slots, done):
+                if waiting is not None:
+                    yield waiting.arrived()
+                waiting, coming = coming, None
         if waiting is not None:
             yield waiting.arrived()
 
@@ -176,50 +202,105 @@ class Feed:
                 self.wait_seconds += time.perf_counter() - start
             yield item
 
-    def _fits(self, resident: bool | None) -> bool:
-        height, width = self.canvas
-        item = 1 if self.source.dtype == np.uint8 else 4
-        need = len(self.source) * self.source.channels * height * width * item
-        free = free_memory(self.device)
-        if resident and need > free:
-            raise DataError(
-                f"{self.source.name}: {need / 2**30:.1f} GiB of images do not fit into the "
-                f"{free / 2**30:.1f} GiB free on {self.device}; stream them (resident=False)"
-            )
-        return need <= RESIDENT_SHARE * free if resident is None else resident
+    def _decoder(self) -> Decoder:
+        makes = self.crops or Whole(self.canvas)
+        return Decoder(self.source, self._target, self.canvas, makes, self.on_bad_image, self.squash)
 
-    def _fill(self) -> None:
+    def _arriving(self, total: int) -> _Arriving:
+        return _Arriving(total, self.device, self._stream, self.cuts)
+
+    def _fill(self, kept: np.ndarray) -> None:
         whole = self.source.array()
         if whole is not None and whole.shape[1:3] == self.canvas:
             whole = whole if whole.dtype == np.uint8 else decode.to_unit(whole)
             self._pixels = torch.from_numpy(whole).permute(0, 3, 1, 2).contiguous().to(self.device)
             self._sizes = torch.tensor([self.canvas], device=self.device).repeat(len(whole), 1)
             return
-        count = len(self.source)
-        dtype = torch.uint8 if self.source.dtype == np.uint8 else torch.float32
-        pixels = torch.zeros(count, self.source.channels, *self.canvas, dtype=dtype, device=self.device)
-        sizes = torch.zeros(count, 2, dtype=torch.int64, device=self.device)
-        blocks = torch.arange(count).split(_BLOCK)
-        workers = self.workers if count >= _MIN_FOR_WORKERS else 0
+        total, even = len(self.source), bool((kept == np.array(self.canvas)).all())
+        makes: Makes = Whole(self.canvas) if even else Packed(self.canvas)
+        on_bad: Literal["drop", "error"] = "drop" if self.on_bad_image == "skip" else "error"
+        decoder = Decoder(self.source, self._target, self.canvas, makes, on_bad, self.squash, self._side)
+        pool = Pool(decoder, self.workers if total >= _MIN_FOR_WORKERS else 0, 1, pinned=False)
+        room = total if even else int(_SPARE * _pixels_of(kept, total))
+        row = (self.source.channels, *self.canvas) if even else (self.source.channels,)
+        pixels = torch.zeros(room, *row, dtype=decoder.dtype, device=self.device)
+        sizes: list[tuple[int, int]] = []
         filled = 0
-        on_bad = "drop" if self.on_bad_image == "skip" else "error"
-        decoder = _Decoder(self.source, self._target, self.canvas, on_bad, self.squash)
-        loader = _loader(decoder, workers, tasks=([(i, 0) for i in block.tolist()] for block in blocks))
-        for block_pixels, block_sizes, _, bad in _decoded(loader):
-            self._bad.update(bad)
-            pixels[filled : filled + len(block_sizes)] = block_pixels.to(self.device)
-            sizes[filled : filled + len(block_sizes)] = block_sizes.to(self.device)
-            filled += len(block_sizes)
+        for done in pool.do(Tasks([(torch.arange(total), 0)])):
+            self._bad.update(done.bad)
+            sizes += done.sizes
+            slot = pool.slots.memory[done.slot]
+            count = len(done.sizes) if even else sum(h * w for h, w in done.sizes)
+            new = slot[:count].permute(0, 3, 1, 2) if even else slot.view(-1, self.source.channels)[:count]
+            if filled + count > len(pixels):  # those not looked at are larger
+                pixels = torch.cat([pixels, pixels.new_zeros(len(pixels) // 4 + count, *row)])
+            pixels[filled : filled + count] = new.to(self.device)
+            filled += count
+            pool.slots.give(done.slot, None)
             if self.progress is not None:
-                self.progress("decoding images", filled + len(self._bad), count)
-        if filled == 0:
-            raise DataError(f"{self.source.name}: none of its {count} images can be read")
+                self.progress("decoding images", len(sizes) + len(self._bad), total)
+        pool.close()
+        if not sizes:
+            raise DataError(f"{self.source.name}: none of its {total} images can be read")
         if self._bad:
-            numbers = torch.tensor([i for i in range(count) if i not in self._bad])
-            rows = torch.searchsorted(numbers, torch.arange(count)) % filled  # after the last comes the first
+            numbers = torch.tensor([i for i in range(total) if i not in self._bad])
+            rows = torch.searchsorted(numbers, torch.arange(total)) % len(sizes)  # after the last comes the first
             self._stored = rows.to(self.device), numbers.to(self.device)
             self.source.tell_skipped(self._bad)
-        self._pixels, self._sizes = pixels[:filled], sizes[:filled]
+        areas = torch.tensor(sizes, dtype=torch.int64)
+        self._pixels, self._sizes = pixels[:filled], areas.to(self.device)
+        if not even:
+            ends = areas.prod(1).cumsum(0)
+            self._starts = (ends - areas.prod(1)).to(self.device)
+
+
+def _gather_on_cpu(pixels: Tensor, starts: Tensor, sizes: Tensor, canvas: tuple[int, int]) -> Tensor:
+    """Images (B, C, H, W) of these sizes, from the row of pixels (T, C), each in the corner of a canvas."""
+    out = pixels.new_zeros(len(starts), pixels.shape[1], *canvas)
+    for image, start, (height, width) in zip(out, starts.tolist(), sizes.tolist()):
+        part = pixels[start : start + height * width].view(height, width, -1)
+        image[:, :height, :width] = part.permute(2, 0, 1)
+    return out
+
+
+def _gather(pixels: Tensor, starts: Tensor, sizes: Tensor, canvas: tuple[int, int]) -> Tensor:
+    """The same without a question to the device, whose work can be recorded."""
+    y = torch.arange(canvas[0], device=pixels.device)[:, None]
+    x = torch.arange(canvas[1], device=pixels.device)
+    out = pixels.new_empty(len(starts), pixels.shape[1], *canvas)
+    for k in range(0, len(starts), _GATHERED):
+        height, width = (side[:, None, None] for side in sizes[k : k + _GATHERED].unbind(1))
+        inside = (y < height) & (x < width)
+        place = torch.where(inside, starts[k : k + _GATHERED, None, None] + y * width + x, 0)
+        out[k : k + _GATHERED] = (pixels[place] * inside[..., None]).permute(0, 3, 1, 2)
+    return out
+
+
+def kept_sizes(source: Source, target: int, side: int | None = None) -> np.ndarray:
+    """(height, width) of an even sample of images as they are kept: for views of `target` pixels, their shorter side
+    at most `side`."""
+    found = [decode.shrunk_size(int(h), int(w), target) for h, w in source.sizes()]
+    return np.array(found if side is None else [decode.side_size(h, w, side) for h, w in found], np.int64)
+
+
+def fits(
+    source: Source, device: torch.device, target: int, resident: bool | None = None, side: int | None = None
+) -> bool:
+    """Whether images are to be resident: where they fit into 40 % of the free memory, or as `resident` says."""
+    item = 1 if source.dtype == np.uint8 else 4
+    need = source.channels * item * _pixels_of(kept_sizes(source, target, side), len(source))
+    free = free_memory(device)
+    if resident and need > free:
+        raise DataError(
+            f"{source.name}: {need / 2**30:.1f} GiB of images do not fit into the {free / 2**30:.1f} GiB free on "
+            f"{device}; stream them (resident=False)"
+        )
+    return need <= RESIDENT_SHARE * free if resident is None else resident
+
+
+def _pixels_of(kept: np.ndarray, total: int) -> int:
+    """About how many pixels `total` images have, of which some are kept at these sizes."""
+    return int(np.ceil(kept.prod(1).mean() * total))
 
 
 def views(
@@ -262,169 +343,45 @@ def views(
     return batches()
 
 
-_Task = list[tuple[int, int]]
-"""Numbers of images, and the epoch in which each is seen."""
+class _Arriving:
+    """A batch of so many images on its way to the device, part by part; on CUDA over a stream of its own, beside the
+    computing."""
 
+    def __init__(self, total: int, device: torch.device, stream: torch.cuda.Stream | None, cut: bool) -> None:
+        self.total, self.device, self.stream, self.cut = total, device, stream, cut
+        self.pixels = torch.empty(0)
+        self.index: list[int] = []
+        self.sizes: list[tuple[int, int]] = []
 
-class _Tasks:
-    """Batches as tasks of 32 images, drawn as they are needed; `counts` tells how many make up each batch drawn."""
-
-    def __init__(self, batches: Iterable[tuple[Tensor, Tensor | int]]) -> None:
-        self.batches = iter(batches)
-        self.counts: deque[int] = deque()
-
-    def count_first(self) -> int:
-        """Tasks of the first batch."""
-        first = next(self.batches, None)
-        if first is None:
-            return 1
-        self.batches = chain([first], self.batches)
-        return -(-len(first[0]) // _AT_ONCE)
-
-    def __iter__(self) -> Iterator[_Task]:
-        for index, epoch in self.batches:
-            epochs = epoch.tolist() if isinstance(epoch, Tensor) else [epoch] * len(index)
-            pairs = list(zip(index.tolist(), epochs))
-            parts = [pairs[k : k + _AT_ONCE] for k in range(0, len(pairs), _AT_ONCE)] or [[]]
-            self.counts.append(len(parts))
-            yield from parts
-
-
-class _Sampler:
-    """A batch sampler whose tasks are set before each pass, so that workers persist between passes."""
-
-    def __init__(self, tasks: Iterable[_Task] = ()) -> None:
-        self.tasks = tasks
-
-    def __iter__(self) -> Iterator[_Task]:
-        return iter(self.tasks)
-
-
-class _Decoder(Dataset[Any]):
-    """Decodes the images of a task, in the workers, and makes views of them where there are `crops`."""
-
-    def __init__(
-        self,
-        source: Source,
-        target: int,
-        canvas: tuple[int, int],
-        on_bad: str,
-        squash: bool,
-        crops: Crops | None = None,
-    ) -> None:
-        self.source, self.target, self.canvas, self.on_bad, self.squash = source, target, canvas, on_bad, squash
-        self.crops = crops
-        self._unreadable: set[int] = set()  # so that a long row of them is not tried anew for each
-
-    def __getitems__(self, task: _Task) -> _Decoded | DataError:
-        try:
-            return self._decode(task)
-        except DataError as error:  # handed over as a value: raised in a worker it would lose its type
-            return error
-
-    def _decode(self, task: _Task) -> _Decoded:
-        images, used, epochs, bad = [], [], [], []
-        with ThreadPoolExecutor(1) as reader:  # bytes are read while images before them are decoded
-            encoded = reader.map(self.source.fetch, (i for i, _ in task))
-            for (i, epoch), data in zip(task, encoded):
-                image, j = None, i
-                try:
-                    image = self.source.read(i, self.target) if data is None else self.source.read(i, self.target, data)
-                except BadImage as error:
-                    if self.on_bad == "error":
-                        raise BadImage(error.where, f"{error.why} ({_WAY_OUT})") from error
-                    bad.append(i)
-                    if self.on_bad == "skip":
-                        image, j = self._next_readable(i, bad)
-                if image is not None:
-                    images.append(image)
-                    used.append(j)
-                    epochs.append(epoch)
-        if not images:
-            shape = (0, self.source.channels, *self.canvas)
-            return torch.zeros(shape, dtype=torch.uint8), torch.zeros(0, 2).long(), torch.zeros(0).long(), bad
-        index = torch.tensor(used, dtype=torch.int64)
-        if self.crops is None:
-            pixels, sizes = to_canvas(images, self.canvas, self.squash)
-            return pixels, sizes, index, bad
-        pixels = self._views(self.crops, images, index, torch.tensor(epochs, dtype=torch.int64))
-        return pixels, torch.tensor([pixels.shape[1:3]]).repeat(len(index), 1), index, bad
-
-    def _views(self, crops: Crops, images: list[np.ndarray], index: Tensor, epochs: Tensor) -> Tensor:
-        """Training views, channels last (B, h, w, C), of images as a resident feed has them."""
-        images = [fit(image, *self.canvas, self.squash) for image in images]
-        images = [image if image.dtype == np.uint8 else decode.to_unit(image) for image in images]
-        sizes = torch.tensor([image.shape[:2] for image in images])
-        pixels = (decode.as_tensor(image).permute(2, 0, 1) for image in images)
-        return crops.cut(pixels, index, epochs, sizes).permute(0, 2, 3, 1)
-
-    def _next_readable(self, i: int, bad: list[int]) -> tuple[np.ndarray, int]:
-        count = len(self.source)
-        for j in (k % count for k in range(i + 1, i + count)):
-            if j in self._unreadable:
-                continue
-            try:
-                return self.source.read(j, self.target), j
-            except BadImage:
-                bad.append(j)
-                self._unreadable.add(j)
-        raise DataError(f"{self.source.name}: none of its {count} images can be read")
-
-
-def canvas_of(source: Source, target: int) -> tuple[int, int]:
-    """(height, width) that holds the probed images after shrinking, within bounds."""
-    return canvas_for([decode.shrunk_size(int(h), int(w), target) for h, w in source.sizes()], target)
-
-
-def _loader(
-    decoder: _Decoder, workers: int, ahead: int = 0, *, pin: bool = False, tasks: Iterable[_Task] = ()
-) -> DataLoader[Any]:
-    """Workers that decode tasks, at least `ahead` of them before they are asked for."""
-    return DataLoader(
-        decoder,
-        batch_sampler=_Sampler(tasks),  # type: ignore[arg-type]
-        collate_fn=_as_is,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        pin_memory=pin,
-        generator=torch.Generator(),  # else each pass would draw from the global one
-        prefetch_factor=max(2, -(-ahead // workers)) if workers else None,
-        worker_init_fn=_one_thread if workers else None,
-    )
-
-
-def _decoded(loader: Iterable[_Decoded | DataError]) -> Iterator[_Decoded]:
-    for item in loader:
-        if isinstance(item, DataError):
-            raise item
-        yield item
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
-
-
-def _one_thread(_: int) -> None:
-    torch.set_num_threads(1)
-
-
-class _Copy:
-    """A batch on its way to the device; on CUDA over a stream of its own, beside the computing."""
-
-    def __init__(
-        self, parts: list[_Decoded], device: torch.device, stream: torch.cuda.Stream | None, cut: bool
-    ) -> None:
-        with torch.cuda.stream(stream):  # does nothing where the stream is None
-            there = [[x.to(device, non_blocking=stream is not None) for x in part[:3]] for part in parts]
-            pixels, sizes, index = there[0] if len(there) == 1 else (torch.cat(alike) for alike in zip(*there))
-            self.batch = Batch(pixels.permute(0, 3, 1, 2) if cut else pixels, sizes, index, cut)
-        self.done = None if stream is None else stream.record_event()
+    def add(self, slots: Slots, done: Done) -> bool:
+        """A task's images, whose slot is given back; whether the batch is complete."""
+        memory, at = slots.memory[done.slot, : len(done.numbers)], len(self.index)
+        with torch.cuda.stream(self.stream):  # does nothing where the stream is None
+            if at == 0:
+                self.pixels = torch.empty(self.total, *memory.shape[1:], dtype=memory.dtype, device=self.device)
+            room = self.pixels[at : at + len(memory)]
+            if self.stream is None:
+                room.numpy()[:] = memory.numpy()  # by one thread: torch's would take turns with the workers'
+            else:
+                room.copy_(memory, non_blocking=slots.pinned)
+            left = self.stream.record_event() if self.stream is not None and slots.pinned else None
+        slots.give(done.slot, left)
+        self.index += done.numbers
+        self.sizes += done.sizes
+        return len(self.index) == self.total
 
     def arrived(self) -> Batch:
         """The batch; what is computed next on the current stream waits for it."""
-        if self.done is not None:
-            current = torch.cuda.current_stream(self.batch.pixels.device)
-            current.wait_event(self.done)
-            for tensor in (self.batch.pixels, self.batch.sizes, self.batch.index):
+        with torch.cuda.stream(self.stream):
+            pixels = self.pixels.movedim(-1, -3)
+            if self.cut:
+                sizes = torch.tensor([pixels.shape[-2:]]).repeat(self.total, 1)
+            else:
+                pixels, sizes = pixels.contiguous(), torch.tensor(self.sizes, dtype=torch.int64).view(-1, 2)
+            sizes, index = sizes.to(self.device), torch.tensor(self.index, dtype=torch.int64).to(self.device)
+        if self.stream is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self.stream)
+            for tensor in (pixels, sizes, index):
                 tensor.record_stream(current)
-        return self.batch
+        return Batch(pixels, sizes, index, self.cut)

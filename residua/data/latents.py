@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from residua.data import mixing, rng
-from residua.data.augment import Batch, center_view
+from residua.data.augment import Batch, Crops, center_view, pair
 from residua.data.autoencoder import Autoencoder
 from residua.data.errors import DataError
 from residua.data.feed import Feed, OnBadImage, Progress
@@ -107,7 +107,10 @@ def latents_of(
         unfinished = folder / f".unfinished-{key}-{secrets.token_hex(4)}"
         try:
             unfinished.mkdir(parents=True)
-            feed = Feed(source, device, img_size=img_size, resident=False, workers=workers, on_bad_image=on_bad_image)
+            feed = Feed(
+                source, device, img_size=img_size, resident=False, workers=workers, on_bad_image=on_bad_image,
+                crops=Crops(pair(img_size), flip=False, central=True),
+            )  # fmt: skip
             _encode(feed, source, autoencoder.to(device), img_size, unfinished, progress)
             _put(unfinished, home)
         except OSError as error:

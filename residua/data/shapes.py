@@ -59,6 +59,10 @@ class ShapesSource(Source):
     def sizes(self) -> np.ndarray:
         return np.array([[self._size, self._size]], np.int64)
 
+    @property
+    def in_memory(self) -> bool:
+        return True
+
     def array(self) -> np.ndarray | None:
         return np.concatenate([self._block(b).images for b in range(-(-self._n // _BLOCK))])
 

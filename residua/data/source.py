@@ -129,6 +129,11 @@ class Source(ABC):
         """All images as one (N, H, W, C) array where they are held so, else None."""
         return None
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether there is nothing to decode."""
+        return False
+
     def weights(self) -> np.ndarray:
         """A cheap number per image that differs only if the images do (encoded length)."""
         return np.zeros(len(self), np.int64)
@@ -272,6 +277,10 @@ class Subset(Source):
     def array(self) -> np.ndarray | None:
         whole = self.parent.array()
         return None if whole is None else whole[self.indices]
+
+    @property
+    def in_memory(self) -> bool:
+        return self.parent.in_memory
 
     def weights(self) -> np.ndarray:
         return self.parent.weights()[self.indices]

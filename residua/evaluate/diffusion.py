@@ -189,7 +189,7 @@ def evaluate_diffusion(
                 found[PIXELS] = pixel_subject(16)
             return found
 
-        open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image, progress=progress)
+        open_with = partial(open_feed, device=where, on_bad_image=on_bad_image, progress=progress)
         read = partial(read_features, open_with=open_with, cache=open_cache(cache), on_bad_image=on_bad_image)
         seen = {"train": views if probe == "cached" and data.train.labels is not None else 0, "test": 0}
         sources = {name: pick_split(data, name, limit, seed) for name in seen}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from residua.data import DataError, Feed, Source, Splits, load
 from residua.data.feed import OnBadImage, Progress
 from residua.files import replacing
 
-from .distributed import world
+from .distributed import is_main, wait_for_all
 from .features import (
     EncoderReader,
     ImgSize,
@@ -30,11 +30,11 @@ from .features import (
     open_feed,
     pick_split,
     preprocessing_of,
-    read,
     resolve_layers,
     undisturbed,
 )
 from .featureset import Readout
+from .reading import in_rounds
 
 
 def embed(
@@ -59,11 +59,9 @@ def embed(
 
     Columns: `id` (path or number of the image), `split`, `label` and `class` (null where unknown), and one
     `layer_<i>` of float32 vectors per layer. How they were made is in the file's metadata under "residua".
-    The file appears under its name when it is complete. `progress` is told of images, as by `extract`. One process
-    only.
+    The file appears under its name when it is complete. `progress` is told of images, as by `extract`. Several
+    processes share the images; the first one writes.
     """
-    if world()[1] > 1:
-        raise RuntimeError("embed writes one file from one process; run it without a launcher")
     out = Path(out).expanduser()
     if out.is_dir():
         raise ValueError(f"{out} is a folder: name the file to write, such as {out / 'features.parquet'}")
@@ -80,19 +78,27 @@ def embed(
     widths = encoder.widths() if isinstance(encoder, Foreign) else [encoder.embed_dim] * encoder.depth
     schema = _schema({i: widths[i] for i in chosen}).with_metadata({"residua": json.dumps(about, default=str)})
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        frozen(model, device) as where, undisturbed(), replacing(out) as part,
-        pq.ParquetWriter(part, schema) as writer,
-    ):  # fmt: skip
+    with frozen(model, device) as where, undisturbed(), _writer(out, schema) as writer:
         for name, source in sources.items():
             with closing(open_feed(source, where, view, on_bad_image, progress)) as feed:
                 _write(writer, schema, name, feed, reader, view, row_group)
+    wait_for_all()
     return out
 
 
+@contextmanager
+def _writer(out: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter | None]:
+    """Of the first process; the others write nothing."""
+    if not is_main():
+        yield None
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as part, pq.ParquetWriter(part, schema) as writer:
+        yield writer
+
+
 def _write(
-    writer: pq.ParquetWriter,
+    writer: pq.ParquetWriter | None,
     schema: pa.Schema,
     split: str,
     feed: Feed,
@@ -101,13 +107,14 @@ def _write(
     row_group: int,
 ) -> None:
     waiting: list[pa.Table] = []
-    batches = torch.arange(len(feed)).split(view.batch_size)
-    for index, features in read(feed, reader, view, batches):
+    for index, features in in_rounds(feed, reader, view):
+        if writer is None:
+            continue
         waiting.append(_table(schema, split, feed.source, index, features))
         if sum(map(len, waiting)) >= row_group:
             writer.write_table(pa.concat_tables(waiting), row_group_size=row_group)
             waiting = []
-    if waiting:
+    if writer is not None and waiting:
         writer.write_table(pa.concat_tables(waiting), row_group_size=row_group)
 
 

@@ -121,7 +121,7 @@ def extract(
     view = View(preprocessing_of(model, data.train, img_size), batch_size, views, seed, bf16)
     device = accelerator.device if device is None and accelerator is not None else device
     with frozen(model, device) as where:
-        open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image, progress=progress)
+        open_with = partial(open_feed, device=where, on_bad_image=on_bad_image, progress=progress)
         return _extract({"": subject}, data, splits, limit, view, open_with, open_cache(cache), on_bad_image)
 
 
@@ -144,7 +144,7 @@ def pixel_features(
     mean, std = data.train.stats()
     side = min(size, *data.train.typical_size())
     view = View(Preprocessing((side, side), mean, std, data.train.channels), batch_size, views, seed)
-    open_with = partial(open_feed, device=torch.device("cpu"), view=view)
+    open_with = partial(open_feed, device=torch.device("cpu"))
     return _extract({"": pixel_subject(size)}, data, splits, limit, view, open_with, None, "error")
 
 
@@ -201,7 +201,7 @@ def _extract(
     splits: Sequence[str],
     limit: int | None,
     view: View,
-    open_with: Callable[[Source], Feed],
+    open_with: Callable[..., Feed],
     cache: FeatureCache | None,
     on_bad_image: OnBadImage,
 ) -> Features:
@@ -219,7 +219,7 @@ def _extract(
 def read_features(
     subjects: Mapping[str, Subject],
     source: Source,
-    open_with: Callable[[Source], Feed],
+    open_with: Callable[..., Feed],
     view: View,
     cache: FeatureCache | None = None,
     on_bad_image: OnBadImage = "error",
@@ -257,7 +257,7 @@ def _compute(
     subjects: Mapping[str, Subject],
     missing: Sequence[tuple[str, Column]],
     source: Source,
-    open_with: Callable[[Source], Feed],
+    open_with: Callable[..., Feed],
     view: View,
     entries: Mapping[str, Entry],
 ) -> tuple[Tensor, dict[tuple[str, Column], Tensor]]:
@@ -268,7 +268,7 @@ def _compute(
     readers = {name: subjects[name].reader(columns) for name, columns in parts.items()}
 
     reader = _Side(readers)
-    feed = open_with(source)
+    feed = open_with(source, view=view)
     try:
         if not entries:
             index, features = collect_all(feed, reader, view)

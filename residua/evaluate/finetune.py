@@ -160,7 +160,7 @@ class Tester:
             raise ValueError(f"{session.splits.name} has no labelled test images")
         self.view = View(session.preprocessing, bf16=session.settings.precision == "bf16")
         machine = session.config.machine
-        self.feed: Feed = open_feed(test, session.accelerator.device, self.view, machine.on_bad_image)
+        self.feed: Feed = open_feed(test, session.accelerator.device, self.view, machine.on_bad_image, again=True)
 
     def __call__(self, model: nn.Module) -> Score:
         network: Any = model

@@ -13,7 +13,7 @@ from residua.data.arrays import ArraySource, read_npz
 from residua.data.augment import ImgSize, pair
 from residua.data.decode import conform, resize
 from residua.data.folder import FolderSource, list_images
-from residua.data.source import Subset, fingerprint_of
+from residua.data.source import fingerprint_of
 from residua.train.samplefiles import Folder, described
 
 Split = Literal["train", "test"]
@@ -62,11 +62,7 @@ class Pictures(Source):
 
     @property
     def in_memory(self) -> bool:
-        """Whether there is nothing to decode."""
-        base = self.source
-        while isinstance(base, Subset):
-            base = base.parent
-        return isinstance(base, ArraySource)
+        return self.source.in_memory
 
     def untouched(self) -> Pictures | None:
         """The same images as they are, where all that were looked at have the size that they are brought to."""

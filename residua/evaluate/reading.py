@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from residua.adapt import Foreign
 from residua.adapt.example import evaluating
-from residua.data import Batch, Feed, Preprocessing, Source, train_view
-from residua.data.augment import normalize
+from residua.data import Batch, Crops, Feed, Preprocessing, Source, train_view
+from residua.data.augment import Several, normalize
 from residua.data.feed import OnBadImage, Progress
 from residua.nn import ViT
 from residua.nn.classifier import pool
@@ -36,6 +36,7 @@ Packed: TypeAlias = list[tuple[list[Any], Tensor]]
 """Keys whose features have the same shape, with those features, (keys, 1 + views, b, ...)."""
 
 _AHEAD = 2  # batches on their way to the host while the next is computed
+FEW = 512  # images that are decoded about as soon as workers would have started
 _MIN_TO_RECORD = 16  # batches that repay recording the work on one
 
 
@@ -130,6 +131,24 @@ class View:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1 image, got {self.batch_size}")
 
+    def crops(self) -> Several:
+        """The centre view and the random ones, made where images are decoded."""
+        p = self.preprocessing
+        center = Crops(
+            p.img_size, flip=False, interpolation=p.interpolation, central=True, crop_pct=p.crop_pct,
+            crop_mode=p.crop_mode,
+        )  # fmt: skip
+        random = Crops(p.img_size, self.seed, interpolation=p.interpolation)
+        return Several(((center, 0), *((random, number) for number in range(self.views))))
+
+    def images(self, batch: Batch, full: bool = False) -> list[Tensor]:
+        """What the model sees of a batch, normalised: (B, C, h, w) of the centre view, and of each random one."""
+        if not batch.cut:
+            return [self.center(batch, full)] + [self.random(batch, number) for number in range(self.views)]
+        p = self.preprocessing
+        views = batch.pixels.float() / 255 if batch.pixels.dtype == torch.uint8 else batch.pixels
+        return [normalize(views[:, k], p.mean, p.std) for k in range(views.shape[1])]
+
     def center(self, batch: Batch, full: bool = False) -> Tensor:
         """What the model sees; `full`: every image fills its canvas, which may be all there is to do."""
         p = self.preprocessing
@@ -151,11 +170,17 @@ def open_feed(
     view: View,
     on_bad_image: OnBadImage = "error",
     progress: Progress | None = None,
+    again: bool = False,
 ) -> Feed:
-    """The feed that serves a view."""
+    """The feed that serves a view. Images pass by, their views made by the workers that decode them while others are
+    computed; those in memory, or that are read `again`, are kept on the device."""
     p = view.preprocessing
-    squash = p.crop_mode == "squash"
-    return Feed(source, device, img_size=p.img_size, on_bad_image=on_bad_image, progress=progress, squash=squash)
+    once = not (again or source.in_memory)
+    return Feed(
+        source, device, img_size=p.img_size, resident=False if once else None, on_bad_image=on_bad_image,
+        workers=0 if len(source) < FEW else None, progress=progress, squash=p.crop_mode == "squash",
+        crops=view.crops() if once else None,
+    )  # fmt: skip
 
 
 def read(
@@ -165,10 +190,11 @@ def read(
 
     An unreadable image that the feed replaced by another is left out. On CUDA two batches are on their way to the
     host while the next is computed; what the caller does with one costs the device nothing until it falls that far
-    behind. A resident feed's batches, being of one shape, are computed as replays of a CUDA graph.
+    behind. Batches of one shape, of a resident feed or of one that cuts, are computed as replays of a CUDA graph.
     """
     cuda = feed.device.type == "cuda"
-    compute = _Replayed(reader, view, feed.full) if cuda and feed.resident and len(batches) >= _MIN_TO_RECORD else None
+    alike = feed.resident or feed.cuts
+    compute = _Replayed(reader, view, feed.full) if cuda and alike and len(batches) >= _MIN_TO_RECORD else None
     stream = torch.cuda.Stream(feed.device) if cuda else None
     waiting: deque[_Fetch] = deque()
     done, total = 0, sum(map(len, batches))
@@ -191,7 +217,7 @@ def apply(reader: Reader, images: Tensor, index: Tensor) -> dict[Any, Tensor]:
 
 @torch.inference_mode()
 def _read_batch(batch: Batch, reader: Reader, view: View, full: bool) -> Packed:
-    images = [view.center(batch, full)] + [view.random(batch, v) for v in range(view.views)]
+    images = view.images(batch, full)
     # a recorded pass may not keep the half precision copies of the weights, so none does
     with torch.autocast(batch.pixels.device.type, torch.bfloat16, enabled=view.bf16, cache_enabled=False):
         parts = [apply(reader, x, batch.index) for x in images]
@@ -213,12 +239,12 @@ class _Replayed:
 
     def __call__(self, batch: Batch) -> Packed:
         if self.input is None:
-            self.input = Batch(batch.pixels.clone(), batch.sizes.clone(), batch.index.clone())
+            self.input = Batch(batch.pixels.clone(), batch.sizes.clone(), batch.index.clone(), batch.cut)
             self.replay, self.output = record(self._read, batch.pixels.device)
         if batch.pixels.shape != self.input.pixels.shape:
             return _read_batch(batch, self.reader, self.view, self.full)
-        for mine, given in zip(vars(self.input).values(), vars(batch).values()):
-            mine.copy_(given)
+        for name in ("pixels", "sizes", "index"):
+            getattr(self.input, name).copy_(getattr(batch, name))
         self.replay()
         return [(keys, x.clone()) for keys, x in self.output]
 
@@ -296,6 +322,25 @@ def pass_over(feed: Feed, reader: Reader, view: View, store: Store) -> Tensor:
             store.add(features)
             numbers.append(index)
     return torch.cat(numbers)
+
+
+def in_rounds(feed: Feed, reader: Reader, view: View) -> Iterator[tuple[Tensor, dict[Any, Tensor]]]:
+    """Image numbers (n,) in order and features (1 + views, n, D) of a batch of each process, as all of them have it.
+
+    Nothing is kept: what is read may be larger than memory.
+    """
+    rank, size = world()
+    batches = torch.arange(len(feed)).split(view.batch_size)
+    if size == 1:
+        yield from read(feed, reader, view, batches)
+        return
+    rounds = [batches[k : k + size] for k in range(0, len(batches), size)]
+    own = [part[min(rank, len(part) - 1)] for part in rounds]  # where there is none left, the last one's again
+    for index, features in read(feed, reader, view, own):
+        number, whole = index, {}
+        for key, mine in features.items():
+            number, whole[key] = gather_rows(index, mine)
+        yield number, whole
 
 
 def collect_all(feed: Feed, reader: Reader, view: View) -> tuple[Tensor, dict[Any, Tensor]]:

@@ -56,7 +56,7 @@ from .scoring import (
     columns_of,
 )
 
-Open = Callable[[Source], Feed]
+Open = Callable[..., Feed]
 E = TypeVar("E", ViT, Foreign)
 
 
@@ -132,7 +132,7 @@ def evaluate(
         if baselines:
             readers[RANDOM] = encoder_subject(untrained(encoder, seed).to(where), chosen, readouts)
             readers[PIXELS] = pixel_subject(pixel_size)
-        open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image, progress=progress)
+        open_with = partial(open_feed, device=where, on_bad_image=on_bad_image, progress=progress)
         wanted = views if probe == "cached" and data.train.labels is not None else 0
         read = partial(read_features, readers, open_with=open_with, cache=open_cache(cache), on_bad_image=on_bad_image)
         whole = {name: read(source, view=_viewed(view, name, wanted)) for name, source in sources.items() if source}
@@ -247,7 +247,7 @@ def _probe_online(
     assert test is not None
     assert source is not None
     assert other is not None
-    feeds = [open_with(source), open_with(other)]
+    feeds = [open_with(source, view=view, again=True), open_with(other, view=view, again=True)]
     rows = [part.index for part in (train, test) if part.index is not None]
     assert len(rows) == 2
     recipe = resolve_recipe("mae", len(train), **options)

@@ -133,7 +133,7 @@ def keep_reference(
 
 def _pass(pictures: Pictures, reader: Reader, view: View, settings: Settings) -> Statistics:
     """Statistics by one pass that keeps no features."""
-    feed, sums = _open(pictures, settings), _Sums(settings.device)
+    feed, sums = _open(pictures, view, settings), _Sums(settings.device)
     try:
         pass_over(feed, reader, view, sums)
     finally:
@@ -187,7 +187,7 @@ def _reader(extractor: Extractor, what: str, total: int, progress: Progress) -> 
     return read
 
 
-def _open(source: Source, settings: Settings) -> Feed:
+def _open(source: Source, view: View, settings: Settings) -> Feed:
     """Decoded in workers beside the computing; arrays and small sets need none."""
     assert isinstance(source, Pictures)
     few = len(source) < _FEW or source.in_memory

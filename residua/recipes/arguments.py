@@ -22,16 +22,25 @@ INSTEAD = {"base_lr": ("lr", "auto"), "epochs": ("steps", None), "alpha_eff": ("
 
 def settings(kind: Any, args: list[str], command: Literal["pretrain", "diffuse"], summary: str) -> Any:
     """What a command trains by: its defaults, a recipe or a file, and the options given."""
-    default = kind()
-    if args and not args[0].startswith("-"):
-        given = args.pop(0)
-        is_file = given.endswith((".yaml", ".yml"))
-        default = kind.read(existing(given)) if is_file else recipes.get(given, command).config
-    default = _instead(default, args)
+    default, _ = begun(command, args.pop(0) if args and not args[0].startswith("-") else None)
+    default = instead(default, flags(args))
     return tyro.cli(
         kind, args=args, default=default, prog=f"residua {command} [RECIPE|SETTINGS.yaml]", config=(OmitArgPrefixes,),
         description=f"{summary} Every setting left at 'auto' is chosen from the images and the machine, and printed.",
     )  # fmt: skip
+
+
+def begun(command: Kind, start: str | None) -> tuple[Any, Path | None]:
+    """The settings of a recipe or a file, or of a network to fine-tune; and the file, where it is one."""
+    kind = config_of(command)
+    if start is None:
+        return kind(), None
+    file = Path(start).expanduser()
+    if file.suffix in (".yaml", ".yml") and (command != "finetune" or file.is_file()):
+        return kind.read(existing(start)), file
+    if command == "finetune":
+        return kind().override(model=start), None
+    return recipes.get(start, command).config, None
 
 
 def flags(args: Sequence[str]) -> set[str]:
@@ -39,9 +48,8 @@ def flags(args: Sequence[str]) -> set[str]:
     return {arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")}
 
 
-def _instead(default: Any, args: list[str]) -> Any:
+def instead(default: Any, given: set[str]) -> Any:
     """A recipe without the settings that those given take the place of; giving both is an error."""
-    given = flags(args)
     for name, (other, neutral) in INSTEAD.items():
         if {name, other} <= given:
             raise ValueError(f"give --{name.replace('_', '-')} or --{other.replace('_', '-')}, not both")
@@ -56,12 +64,8 @@ def finetune_settings(args: list[str]) -> Any:
     """The same of `residua finetune`, whose first argument may also be what to train."""
     from residua.train import Finetune
 
-    default = Finetune()
-    if args and not args[0].startswith("-"):
-        given = args.pop(0)
-        is_file = given.endswith((".yaml", ".yml")) and Path(given).expanduser().is_file()
-        default = Finetune.read(Path(given).expanduser()) if is_file else default.override(model=given)
-    default = _instead(default, args)
+    default, _ = begun("finetune", args.pop(0) if args and not args[0].startswith("-") else None)
+    default = instead(default, flags(args))
     return tyro.cli(
         Finetune, args=args, default=default, prog="residua finetune RUN|CHECKPOINT|timm:NAME|NETWORK|SETTINGS.yaml",
         config=(OmitArgPrefixes,),

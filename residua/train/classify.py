@@ -217,10 +217,11 @@ def prepare(
     if write and not config.machine.dry_run:
         name = config.network.model if isinstance(begin, str) else "finetune"
         run = run_folder(config.machine, f"{slug(config.data.data)}-{name}", accelerator)
-    with released_on_failure(run), agreed():
-        flops = training_flops(model, torch.zeros(1, splits.train.channels, side, side))
-        model.set_grad_checkpointing(config.machine.grad_checkpointing)
-        crops = crops_of(config.data, config.optim.seed)
+    with released_on_failure(run):
+        with agreed():
+            flops = training_flops(model, torch.zeros(1, splits.train.channels, side, side))
+            model.set_grad_checkpointing(config.machine.grad_checkpointing)
+            crops = crops_of(config.data, config.optim.seed)
         feed = open_feed(config.machine, splits.train, accelerator.device, side, progress, crops)
     return Classification(
         config, splits, model, feed, accelerator, loop_settings(config, flops), run, preprocessing

@@ -217,16 +217,18 @@ def prepare(config: Diffuse, progress: data.feed.Progress | None = None, given: 
             _check_begun(model, Path(str(config.machine.out)).expanduser())
     run = None if config.machine.dry_run else run_folder(config.machine, f"{slug(config.data.data)}-diffusion",
                                                          accelerator)  # fmt: skip
-    with released_on_failure(run), agreed():
-        flops = training_flops(model, *example(model))
-        model.set_grad_checkpointing(config.machine.grad_checkpointing)
-        source = splits.train
-        if autoencoder is not None:
-            source = latents_of(
-                source, autoencoder, side, cache_dir() / "latents", device, writes=accelerator.is_local_main_process,
-                on_bad_image=config.machine.on_bad_image, workers=config.machine.workers, progress=progress,
-            )  # fmt: skip
-        crops = None if space else views_of(config)
+    with released_on_failure(run):
+        with agreed():
+            flops = training_flops(model, *example(model))
+            model.set_grad_checkpointing(config.machine.grad_checkpointing)
+            source = splits.train
+            if autoencoder is not None:
+                source = latents_of(
+                    source, autoencoder, side, cache_dir() / "latents", device,
+                    writes=accelerator.is_local_main_process, on_bad_image=config.machine.on_bad_image,
+                    workers=config.machine.workers, progress=progress,
+                )  # fmt: skip
+            crops = None if space else views_of(config)
         feed = open_feed(config.machine, source, device, side // (space.factor if space else 1), progress, crops)
     return Diffusion(config, splits, model, feed, accelerator, loop_settings(config, flops), run, preprocessing)
 

@@ -35,7 +35,7 @@ from residua.train.optim import (
     parameter_groups,
     restore_optimizer,
 )
-from residua.train.processes import PATIENCE, TrainingStopped, agreed
+from residua.train.processes import PATIENCE, Interrupted, TrainingStopped, agreed
 from residua.train.recorded import Recorded
 
 Objective = Callable[[nn.Module, Batch, Tensor], Tensor]
@@ -273,9 +273,7 @@ class Loop:
                 self._tell(record)
                 losses, started, waited = [], time.perf_counter(), self.feed.wait_seconds
                 if leave:
-                    raise TrainingStopped(
-                        f"stopped at step {self.step:,} of {settings.steps:,}; continue with --resume"
-                    )
+                    raise Interrupted(f"stopped at step {self.step:,} of {settings.steps:,}; continue with --resume")
 
     def _leave(self, interrupt: _Interrupt) -> bool:
         """Whether any process was asked to stop."""

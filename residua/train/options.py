@@ -116,6 +116,9 @@ class MachineConfig:
     resident: bool | Auto = "auto"
     """Keep all images in device memory; auto: if they fit. Otherwise workers make the training views. A run that is
     resumed goes on in the same way."""
+    resident_side: int | None = None
+    """Shrink the shorter side of images in device memory to so many pixels, so that more of them fit: 256 for views of
+    224. Default: full size up to twice the view."""
     workers: int | None = None
     """Decoding processes where images are streamed; default: one per core, at most 16; the processes of
     a machine share its cores."""
@@ -152,6 +155,15 @@ class Config:
             raise ValueError(f"no setting named {', '.join(values)}")
         return type(self)(**parts)
 
+    def checked(self, **values: Any) -> Self:
+        """As `override`; values of another type than a setting has are refused."""
+        groups = [getattr(self, f.name) for f in fields(self)]
+        kinds = {name: kind for group in groups for name, kind in get_type_hints(type(group)).items()}
+        config = self.override(**values)
+        listed = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        check([(name, value, _is(value, kinds[name]), _words(kinds[name])) for name, value in listed.items()])
+        return config
+
     def settings(self) -> dict[str, Any]:
         """Every setting by its plain name."""
         return {name: value for group in asdict(self).values() for name, value in group.items()}
@@ -165,14 +177,10 @@ class Config:
         """From YAML, grouped as written by `save` or flat."""
         _check_kind(path, cls().settings())
         flat = read_flat(path, {f.name for f in fields(cls)})
-        groups = [getattr(cls(), f.name) for f in fields(cls)]
-        kinds = {name: kind for group in groups for name, kind in get_type_hints(type(group)).items()}
         try:
-            config = cls().override(**flat)
-            check([(name, value, _is(value, kinds[name]), _words(kinds[name])) for name, value in flat.items()])
+            return cls().checked(**flat)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        return config
 
 
 def read_flat(path: Path, groups: set[str] | None = None) -> dict[str, Any]:

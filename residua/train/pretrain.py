@@ -115,18 +115,19 @@ def prepare(config: Pretrain, progress: data.feed.Progress | None = None, given:
     run = None
     if not config.machine.dry_run:
         run = run_folder(config.machine, slug(config.data.data), accelerator)
-    with released_on_failure(run), agreed():
-        mean, std = splits.train.stats()
-        if config.model.encoder and config.model.encoder_weights != "random":  # trained weights know their own
-            known = model.encoder.preprocessing or model_data(config.model.encoder, splits.train.channels)
-            mean, std = known.mean, known.std
-        crop = 0.875 if side >= 160 else 1.0
-        preprocessing = Preprocessing((side, side), mean, std, splits.train.channels, crop)
-        model.preprocessing = model.encoder.preprocessing = preprocessing
-        example = torch.zeros(1, splits.train.channels, side, side), torch.rand(1, model.num_patches)
-        flops = training_flops(model, *example)
-        model.set_grad_checkpointing(config.machine.grad_checkpointing)
-        crops = crops_of(config.data, config.optim.seed)
+    with released_on_failure(run):
+        with agreed():
+            mean, std = splits.train.stats()
+            if config.model.encoder and config.model.encoder_weights != "random":  # trained weights know their own
+                known = model.encoder.preprocessing or model_data(config.model.encoder, splits.train.channels)
+                mean, std = known.mean, known.std
+            crop = 0.875 if side >= 160 else 1.0
+            preprocessing = Preprocessing((side, side), mean, std, splits.train.channels, crop)
+            model.preprocessing = model.encoder.preprocessing = preprocessing
+            example = torch.zeros(1, splits.train.channels, side, side), torch.rand(1, model.num_patches)
+            flops = training_flops(model, *example)
+            model.set_grad_checkpointing(config.machine.grad_checkpointing)
+            crops = crops_of(config.data, config.optim.seed)
         feed = open_feed(config.machine, splits.train, device, side, progress, crops)
     return Pretraining(
         config, splits, model, feed, accelerator, loop_settings(config, flops), run, preprocessing

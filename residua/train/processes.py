@@ -20,6 +20,10 @@ class TrainingStopped(RuntimeError):
     """The run ended before its last step; its message says why and what is kept."""
 
 
+class Interrupted(TrainingStopped):
+    """Somebody asked for the end, by Ctrl-C or a signal; all is saved."""
+
+
 def program() -> list[str]:
     """`residua`, as this interpreter runs it; `-P` keeps the working directory, which may be somebody's folder of
     images, off Python's path."""

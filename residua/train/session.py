@@ -16,13 +16,13 @@ from typing import Any, Generic, TypeVar
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 from torch import Tensor, nn
 
 from residua.adapt import is_name
 from residua.data import Batch, Crops, Feed, Preprocessing, Source, Splits, rng
 from residua.data.augment import normalize
-from residua.data.feed import Progress
+from residua.data.feed import Progress, fits
 from residua.files import named, write_text
 from residua.lock import claim, held, release
 from residua.nn.stream import residual_part
@@ -116,7 +116,10 @@ class Session(Generic[C, M]):
     def _closing_lines(self) -> Lines:
         """The device, unreadable images and the run folder."""
         m, world = self.machine, self.accelerator.num_processes
-        where = "whole data set on the device" if self.feed.resident else f"streamed by {self.feed.workers} workers"
+        where = f"streamed by {self.feed.workers} workers"
+        if self.feed.resident:
+            side = f", its images no larger than {m.resident_side} px on the shorter side" if m.resident_side else ""
+            where = f"whole data set on the device{side}"
         compiled = ", compiled" if m.compile else ""
         lines = [("device", f"{world} x {device_name(self.accelerator.device)}, {m.precision}{compiled}; {where}")]
         if self.feed.skipped:
@@ -166,8 +169,23 @@ def _times(run: Path, resume: bool) -> dict[str, str | None]:
     return {"began": began, "resumed": now()}
 
 
-def estimate(session: Session[Any, Any], steps: int = 3) -> dict[str, float]:
-    """Memory in GiB and time in seconds of a whole run, from a few real steps on throw-away weights.
+@dataclass(frozen=True)
+class Estimate:
+    """What a whole run would take."""
+
+    memory_gib: float
+    seconds: float
+    rates: dict[str, float]
+    """Images a second of each process, of every stage that they pass, if it had the machine to itself."""
+
+    @property
+    def limit(self) -> str:
+        """The slowest stage."""
+        return min(self.rates, key=lambda stage: self.rates[stage])
+
+
+def estimate(session: Session[Any, Any], steps: int = 3) -> Estimate:
+    """What a whole run would take, from a few real steps on throw-away weights, and from 64 images that are read.
 
     Images that are streamed have to be decoded: beside the computing on a GPU, instead of it on a CPU.
     """
@@ -186,9 +204,13 @@ def estimate(session: Session[Any, Any], steps: int = 3) -> dict[str, float]:
         float(loop.advance(images)[0])
         times.append(time.perf_counter() - start)
     memory = float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else weights + kept
-    parts = min(times), session.feed.decoding_seconds(loop.order.indices(steps))
+    stages = session.feed.seconds(loop.order.indices(steps)) | {"computing": min(times)}
     beside = device.type != "cpu" and session.feed.workers > 0
-    return {"memory_gib": memory / 2**30, "seconds": (max if beside else sum)(parts) * session.settings.steps}
+    share = session.settings.batch_size / session.accelerator.num_processes
+    return Estimate(
+        memory / 2**30, (max if beside else sum)(stages.values()) * session.settings.steps,
+        {stage: share / seconds if seconds else math.inf for stage, seconds in stages.items()},
+    )  # fmt: skip
 
 
 class Augmentation:
@@ -236,10 +258,17 @@ def open_feed(
     progress: Progress | None,
     crops: Crops | None = None,
 ) -> Feed:
-    return Feed(
-        source, device, img_size=side, workers=machine.workers, on_bad_image=machine.on_bad_image,
-        resident=None if machine.resident == "auto" else machine.resident, progress=progress, crops=crops,
-    )  # fmt: skip
+    """The images of a run; resident where they are in all of its processes."""
+    resident = machine.resident
+    if resident == "auto":
+        with agreed():
+            resident = fits(source, device, side, side=machine.resident_side)
+        resident = all(gather_object([resident]))
+    with agreed():
+        return Feed(
+            source, device, img_size=side, workers=machine.workers, on_bad_image=machine.on_bad_image,
+            resident=resident, resident_side=machine.resident_side, progress=progress, crops=crops,
+        )  # fmt: skip
 
 
 def loop_settings(config: Config, flops: float) -> Settings:
@@ -369,8 +398,8 @@ def resumed(given: C, names: Collection[str] = ()) -> C:
     fresh, before, now = type(given)().settings(), saved.settings(), given.settings()
     check_place(folder, before["data"], "call this from there")
     orchestration = {f.name for f in fields(machine)}
-    if before["resident"] != "auto":  # the way in which images came is kept: another one rounds their pixels otherwise
-        orchestration.discard("resident")
+    if before["resident"] != "auto":  # the way in which images came is kept: another one gives other pixels
+        orchestration -= {"resident", "resident_side"}
     # what was asked for then is known as what it came to: whole steps, a batch no larger than the data
     images = round(before["steps"] * before["batch_size"] / before["epochs"])
     came_to = {

@@ -7,8 +7,9 @@ import torch
 from PIL import Image
 
 from residua import room
-from residua.data import BadImage, Crops, DataError, Feed, feed, load, views
+from residua.data import BadImage, Crops, DataError, Feed, decode, feed, load, views
 from residua.data.arrays import ArraySource
+from residua.data.augment import Several
 
 RNG = np.random.default_rng(0)
 BATCHES = [torch.tensor([3, 1, 2]), torch.tensor([9, 9]), torch.tensor([0])]
@@ -58,6 +59,38 @@ def test_pixels_are_the_images(photos):
 def test_only_images_that_fill_their_canvas_are_full(photos):
     assert not Feed(load(f"folder:{photos}").train, "cpu", img_size=16, resident=True).full
     assert Feed(load("digits").train, "cpu", img_size=8, resident=True).full
+
+
+def test_images_of_different_sizes_take_no_more_memory_than_their_pixels(photos):
+    source = load(f"folder:{photos}").train
+    resident = Feed(source, "cpu", img_size=16, resident=True)
+    assert resident._pixels is not None
+    pixels = sum(source.read(i, 16).size for i in range(12))
+    assert resident._pixels.nbytes == pixels < 0.8 * 12 * 3 * resident.canvas[0] * resident.canvas[1]
+    batch = resident.gather(torch.tensor([4, 5, 4]))
+    there = feed._gather(resident._pixels, resident._starts[[4, 5, 4]], batch.sizes, resident.canvas)  # as a GPU does
+    assert torch.equal(there, batch.pixels)
+
+
+def test_images_larger_than_those_looked_at_find_room(photos, monkeypatch):
+    source = load(f"folder:{photos}").train
+    expected = next(Feed(source, "cpu", img_size=16, resident=False, workers=0).iterate([torch.arange(12)]))
+    monkeypatch.setattr(feed, "_pixels_of", lambda kept, total: 100)
+    found = Feed(source, "cpu", img_size=16, resident=True).gather(torch.arange(12))
+    assert torch.equal(found.pixels, expected.pixels)
+
+
+def test_resident_images_of_a_smaller_side(photos):
+    source = load(f"folder:{photos}").train
+    resident = Feed(source, "cpu", img_size=16, resident=True, resident_side=20)
+    batch = resident.gather(torch.arange(12))
+    assert batch.sizes.min(1).values.tolist() == [16, 17, 18, 19, 20, 20, 20, 20, 20, 20, 20, 19]
+    small = decode.resize(source.read(5, 16), 20, 29)
+    assert torch.equal(batch.pixels[5, :, :20, :29], torch.from_numpy(small).permute(2, 0, 1))
+    stream = Feed(source, "cpu", img_size=16, resident=False, resident_side=20, workers=0)
+    assert next(stream.iterate([torch.tensor([5])])).sizes.tolist() == [[32, 46]]
+    with pytest.raises(DataError, match="smaller than the views of 16"):
+        Feed(source, "cpu", img_size=16, resident_side=15)
 
 
 def test_large_images_of_an_array_are_shrunk_as_others_are():
@@ -308,6 +341,23 @@ def test_views_are_pils_crops_of_the_images_as_they_are_kept(mixed):
         assert np.mean(off) < 0.5
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_several_views_of_an_image_are_made_at_once(mixed, workers):
+    source = load(f"folder:{mixed}").train
+    parts = [
+        (Crops((24, 20), central=True, flip=False, crop_pct=0.8), 0),
+        (Crops((24, 20), 5), 0),
+        (Crops((24, 20), 5), 1),
+    ]
+    both = Feed(source, "cpu", img_size=24, resident=False, workers=workers, crops=Several(tuple(parts)))
+    (batch,) = both.iterate([torch.arange(10)])
+    both.close()
+    assert batch.pixels.shape == (10, 3, 3, 24, 20)
+    whole = Feed(source, "cpu", img_size=24, resident=True).gather(torch.arange(10))
+    for k, (crops, epoch) in enumerate(parts):
+        assert torch.equal(batch.pixels[:, k].float() / 255, crops(whole, epoch))
+
+
 def test_views_of_sixteen_bits_are_floats():
     images = RNG.integers(0, 65536, (5, 30, 40, 1), dtype=np.uint16)
     source, crops = ArraySource("x", "train", images, None, None), Crops((16, 16))
@@ -340,6 +390,16 @@ def test_batches_of_several_tasks_are_put_together_in_order(workers):
             assert torch.equal(batch.index, index)
             assert torch.equal(batch.pixels[:, 0, 4, 4].long(), index)
     stream.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_were_handed_over_stay_as_they_are(workers):
+    images = np.arange(256, dtype=np.uint8)[:, None, None, None] + np.zeros((1, 8, 8, 1), np.uint8)
+    source = ArraySource("numbers", "train", images, None, None)
+    stream = Feed(source, "cpu", img_size=8, resident=False, workers=workers, crops=Crops((8, 8)))
+    found = list(stream.iterate(torch.arange(256).split(8)))  # many more than wait in memory
+    stream.close()
+    assert torch.cat([batch.pixels[:, 0, 4, 4] for batch in found]).tolist() == list(range(256))
 
 
 @pytest.mark.parametrize(("size", "workers"), [(16, 2), (100, 2), (640, 1)])

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from drive import STEPS, command_rank, failing_rank, pretrain, small, stopped_rank, together
 
 from residua import cli
-from residua.cli.console import typed
+from residua.commands.console import typed
 from residua.train import Finetune, Pretrain, read_metrics
 from residua.train.checkpoint import checkpoints
 
@@ -48,6 +49,30 @@ def test_two_processes_share_a_command_to_its_end(
     assert two.keys() == one.keys()
     for name, value in one.items():
         assert two[name] == pytest.approx(value, rel=2e-2), name
+
+
+@pytest.mark.parametrize("command", ["embed", "segment"])
+def test_two_processes_share_what_is_measured(
+    encoder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Into the same file, to the last bit."""
+    args = {
+        "embed": ["--data", "shapes?n=45&size=16", "--batch-size", "7"],
+        "segment": ["--data", DATA, "--max-images", "9", "--batch-size", "2", "--intra", "5", "--inter", "5"],
+    }[command]
+    args = [command, encoder, *args, "--device", "cpu", "--out"]
+    assert cli.main([*args, str(tmp_path / "one")]) == 0, capsys.readouterr().err
+    assert together(command_rank, [*args, str(tmp_path / "two")], tmp_path) == [0, 0]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert [found["status"] for found in (first, second)] == [0, 0], first["wrong"] + second["wrong"]
+    assert "written:" in first["said"]
+    assert second["said"] == ""
+    if command == "embed":
+        alone, shared = (pq.read_table(tmp_path / name) for name in ("one", "two"))
+        assert len(alone) > 45  # of both splits
+        assert shared.equals(alone)
+    else:
+        assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
 
 
 def test_what_is_typed_next_can_be_typed_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

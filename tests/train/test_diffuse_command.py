@@ -10,7 +10,7 @@ from drive import small_diffusion
 from torch import Tensor, nn
 
 from residua import cli
-from residua.cli.diffuse import FidMonitor
+from residua.commands.diffuse import FidMonitor
 from residua.data import DataError
 from residua.evaluate import extractor
 from residua.evaluate.extractor import Extractor

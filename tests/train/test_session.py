@@ -11,7 +11,7 @@ from torch import Tensor
 
 from residua.train import Pretrain, Session, classify, estimate, fit, prepare
 from residua.train.recorded import WARM_UP
-from residua.train.session import hours, resumed
+from residua.train.session import Estimate, hours, resumed
 
 
 def test_a_dry_run_estimates_and_writes_nothing(tmp_path: Path) -> None:
@@ -22,15 +22,15 @@ def test_a_dry_run_estimates_and_writes_nothing(tmp_path: Path) -> None:
     assert "alpha_min 0.7" in lines["model"]
     assert "run" not in lines
     guess = estimate(session, steps=2)
-    assert guess["seconds"] > 0
+    assert guess.seconds > 0
     parameters = sum(p.numel() for p in session.model.parameters())
-    assert guess["memory_gib"] * 2**30 > 16 * parameters
+    assert guess.memory_gib * 2**30 > 16 * parameters
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_estimate_grows_with_the_batch() -> None:
     def memory(**changes: Any) -> float:
-        return estimate(prepare(small(**changes)), steps=1)["memory_gib"]
+        return estimate(prepare(small(**changes)), steps=1).memory_gib
 
     assert memory(batch_size=4) < memory(batch_size=32)
     assert memory(batch_size=32, micro_batch=4) == memory(batch_size=4)
@@ -38,7 +38,7 @@ def test_the_estimate_grows_with_the_batch() -> None:
 
 def test_the_estimate_has_what_is_kept_for_every_weight() -> None:
     def bytes_of(session: Session) -> int:
-        return round(estimate(session, steps=1)["memory_gib"] * 2**30)
+        return round(estimate(session, steps=1).memory_gib * 2**30)
 
     session = prepare(small())
     parameters = sum(p.numel() for p in session.model.parameters())
@@ -57,7 +57,15 @@ def test_the_estimate_counts_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
         return read(*args)
 
     monkeypatch.setattr(session.feed.source, "read", slow)
-    assert estimate(session, steps=1)["seconds"] > STEPS * 16 * 0.005
+    guess = estimate(session, steps=1)
+    assert guess.seconds > STEPS * 16 * 0.005
+    assert set(guess.rates) == {"reading", "decoding", "handing over", "computing"}
+    assert guess.rates["decoding"] < 1 / 0.005
+
+
+def test_the_estimate_names_the_slowest_stage() -> None:
+    assert set(estimate(prepare(small()), steps=1).rates) == {"computing"}
+    assert Estimate(1.0, 1.0, {"reading": 900.0, "decoding": 70.0, "computing": 80.0}).limit == "decoding"
 
 
 def test_the_estimate_is_of_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +79,7 @@ def test_the_estimate_is_of_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> N
 
     loop.recorded = recorded  # type: ignore[assignment]
     monkeypatch.setattr(session, "loop", lambda: loop)
-    assert estimate(session)["seconds"] < STEPS * 0.02
+    assert estimate(session).seconds < STEPS * 0.02
 
 
 def test_fit_closes_what_it_opened(tmp_path: Path) -> None:

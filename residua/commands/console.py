@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
+import warnings
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 if TYPE_CHECKING:
     from residua.data import Splits
-    from residua.train.session import Session
+    from residua.train.session import Estimate, Session
 
 
 class _Terminal(Console):
@@ -28,6 +30,7 @@ console = _Terminal(highlight=False, soft_wrap=True)
 errors = _Terminal(stderr=True, highlight=False, soft_wrap=True)
 
 
+as_warnings = False  # notes, where nobody reads the terminal
 _counted = 0.0  # when `counting` last wrote
 
 
@@ -162,15 +165,16 @@ def quickest_probe(device: str) -> Literal["simple", "lbfgs"]:
     return "lbfgs" if device == "cpu" else "simple"
 
 
-def dry_run(session: Session[Any, Any]) -> None:
+def dry_run(session: Session[Any, Any]) -> Estimate:
     """What a run would take."""
     from residua.train.session import estimate, hours
 
     guess = estimate(session)
-    console.print(f"[bold]memory[/]   about {guess['memory_gib']:.2g} GiB for the network and one micro-batch")
-    console.print(
-        f"[bold]time[/]     about {hours(guess['seconds'])}, from three steps; nothing was trained or written"
-    )
+    console.print(f"[bold]memory[/]   about {guess.memory_gib:.2g} GiB for the network and one micro-batch")
+    rates = ", ".join(f"{stage} {rate:,.0f}" for stage, rate in guess.rates.items() if math.isfinite(rate))
+    console.print(f"[bold]images/s[/] {rates}: {guess.limit} is the limit")
+    console.print(f"[bold]time[/]     about {hours(guess.seconds)}, from three steps; nothing was trained or written")
+    return guess
 
 
 def warn_shared(splits: Splits) -> None:
@@ -198,6 +202,8 @@ def counting(what: str, done: int, total: int) -> None:
 
 
 def note(text: str) -> None:
+    if as_warnings:
+        return warnings.warn(text, stacklevel=2)
     console.print(f"[yellow]note[/]     {escape(text)}")
 
 

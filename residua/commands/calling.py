@@ -1,0 +1,82 @@
+"""What a command needs when it is called from Python: settings by keyword, quiet, and the caller's world as it was."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from residua.commands import console
+from residua.commands.run import Run, temporary_folder
+
+Command = Literal["pretrain", "diffuse", "finetune"]
+
+
+def settled(command: Command, start: str | Path | None, settings: Mapping[str, Any]) -> tuple[Any, set[str]]:
+    """The configuration that a recipe or settings file and keywords come to, and the names of what was given."""
+    from residua.recipes.arguments import begun, instead
+    from residua.train.options import read_flat
+
+    values = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    default, file = begun(command, None if start is None else str(start))
+    names = set(values) | (set(read_flat(file)) if file is not None else set())
+    return instead(default, set(values)).checked(**values), names
+
+
+def called(progress: bool, config: Any, train: Callable[[Any], Any]) -> Any:
+    """Train by a configuration, in a temporary folder where it names none: a `Run`; of a dry run its `Estimate`.
+
+    Ctrl-C saves a checkpoint and is a `KeyboardInterrupt` then. A run that did not come to its end stays where it is.
+    """
+    from residua.train.processes import Interrupted
+
+    own = config.machine.out is None and not config.machine.dry_run
+    folder = temporary_folder() if own else None
+    if folder is not None:
+        config = config.override(out=str(folder))
+    run: Run | None = None
+    try:
+        with undisturbed_world(), heard(progress):
+            found = train(config)
+        if config.machine.dry_run:
+            return found
+        path, model = found
+        run = Run(path, model, temporary=own)
+        return run
+    except Interrupted as stopped:
+        raise KeyboardInterrupt(f"{stopped} (resume=True, out={str(folder or config.machine.out)!r})") from None
+    finally:
+        if folder is not None and run is None and not any(folder.glob("checkpoints/step-*")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def heard(progress: bool) -> Iterator[None]:
+    """Say what the terminal says, or nothing: notes are warnings then."""
+    before = console.console.quiet, console.as_warnings
+    console.console.quiet, console.as_warnings = not progress, not progress
+    try:
+        yield
+    finally:
+        console.console.quiet, console.as_warnings = before
+
+
+@contextmanager
+def undisturbed_world() -> Iterator[None]:
+    """Leaves global random states and the precision of products as they were."""
+    import torch
+
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    precision, python, numpy = torch.get_float32_matmul_precision(), random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+            random.setstate(python)
+            np.random.set_state(numpy)
