@@ -140,13 +140,17 @@ class Hashes:
         if self._records is None:
             try:
                 self._records = self._mapped()
-            except OSError as error:
+            except (OSError, ValueError) as error:  # the latter of a file that is too short
                 _tell_unwritable(cache_dir(), error)
                 self._records = np.zeros((self.count, 3), np.uint64)
         return self._records
 
     def _mapped(self) -> np.ndarray:
         size = self.count * _RECORD
+        if self.path.is_file() and not os.access(self.path, os.W_OK):  # of somebody who lets others read it
+            with self.path.open("rb") as file:
+                own = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+                return np.frombuffer(own, np.uint64).reshape(-1, 3)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size not in (0, size):
             self.path.unlink()
@@ -573,7 +577,7 @@ def _carry(before: Listing, after: Listing) -> None:
         before.hashes.path.unlink()
 
 
-def _tell_unwritable(place: Path, why: OSError) -> None:
+def _tell_unwritable(place: Path, why: Exception) -> None:
     if place not in _told:
         _told.add(place)
         tell(

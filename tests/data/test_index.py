@@ -184,6 +184,18 @@ def test_without_a_cache_it_works_and_says_so_once(tmp_path, monkeypatch):
     assert len(told) == 1
 
 
+def test_hashes_that_may_only_be_read_are_used(tmp_path, cache, monkeypatch):
+    spec = sets(tmp_path)["tar"]
+    before = load(spec).train.fingerprint()
+    (file,) = (cache / "hashes").iterdir()
+    records = np.frombuffer(file.read_bytes(), np.uint64).reshape(-1, 3).copy()
+    records[3] = 0
+    file.write_bytes(records.tobytes())
+    monkeypatch.setattr(index_module.os, "access", lambda *_: False)
+    assert load(spec).train.fingerprint() == before
+    assert file.read_bytes() == records.tobytes()
+
+
 def test_hashing_tells_how_far_it_has_come(tmp_path):
     told = []
     listen(lambda *what: told.append(what))
