@@ -57,6 +57,12 @@ RUNS = {
         "alpha_min 1.0": "tiny-imagenet-86k-xavier-alpha-1.0-seed-*",
         "alpha_min 0.7": "tiny-imagenet-86k-xavier-alpha-0.7-seed-*",
     },
+    "imagenette-224": {
+        "alpha_min 1.0": "imagenette-224-alpha-1.0-seed-*",
+        "alpha_min 0.8": "imagenette-224-alpha-0.8-seed-*",
+        "alpha_min 0.7": "imagenette-224-alpha-0.7-seed-*",
+        "alpha_min 0.6": "imagenette-224-alpha-0.6-seed-*",
+    },
     "tiny-imagenet-batch-64": {
         "alpha_min 1.0": "tiny-imagenet-batch-64-alpha-1.0-lr-1.5e-4-seed-0",
         "alpha_min 0.8": "tiny-imagenet-batch-64-alpha-0.8-lr-1.5e-4-seed-0",
@@ -88,6 +94,7 @@ METRICS = {
     "tiny-imagenet-xavier": ("linear probe", "kNN", "entropy rank"),
     "tiny-imagenet-50k": ("linear probe", "kNN"),
     "tiny-imagenet-86k": ("linear probe", "kNN"),
+    "imagenette-224": ("linear probe", "kNN"),
 }
 """Scores drawn by block, from evaluation.json."""
 GAINS = {"eval/linear_probe": "gain in linear probe", "eval/kNN": "gain in kNN"}

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from residua.commands.console import console, fail, note, say
+from residua.commands.console import console, counting, fail, note, say
 from residua.files import FULL
+from residua.progress import listen
 
 # Threads that spin while they wait slow each other down a hundredfold where another program wants the cores too.
 # Read when torch is imported, which happens inside the commands.
@@ -113,6 +114,7 @@ def _main(args: list[str]) -> int:
         module = importlib.import_module(f"residua.cli.{COMMANDS[name]}")
         with warnings.catch_warnings():
             warnings.showwarning = _as_note(warnings.showwarning)
+            listen(counting)
             getattr(module, name)(args)
             _part()
     except KeyboardInterrupt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,8 @@ import torch
 
 from residua.data import decode
 from residua.data.errors import DataError
-from residua.data.source import Source, Splits, Stats, fingerprint_of, moments_to_stats
+from residua.data.index import cache_dir
+from residua.data.source import Source, Splits, Stats, moments_to_stats
 from residua.room import free_memory
 
 TORCHVISION = ("cifar10", "cifar100", "stl10", "mnist", "fashion-mnist")
@@ -52,10 +52,6 @@ class ArraySource(Source):
 
     def array(self) -> np.ndarray | None:
         return self.images
-
-    def fingerprint(self) -> str:
-        labels = self.labels if self.labels is not None else "none"
-        return fingerprint_of(self.images.shape, self.images, labels)
 
     def _compute_stats(self, seed: int) -> Stats:
         """Exact, over all images."""
@@ -101,11 +97,6 @@ def load_digits() -> Splits:
         for split, part in (("train", ~held_out), ("test", held_out))
     )
     return Splits("digits", train, test)
-
-
-def cache_dir() -> Path:
-    """Where downloads are kept: $RESIDUA_DATA, else ~/.cache/residua."""
-    return Path(os.environ.get("RESIDUA_DATA") or "~/.cache/residua").expanduser()
 
 
 def load_torchvision(name: str, *, unlabeled: bool = False) -> Splits:

@@ -99,7 +99,7 @@ def latents_of(
     """
     if source.channels != 3:
         raise DataError(f"{source.name} has {source.channels} channels, the autoencoder takes colour images")
-    key = fingerprint_of(source.fingerprint(), autoencoder.space.weights, img_size, on_bad_image, _FORMAT)
+    key = fingerprint_of(source.stamp(), autoencoder.space.weights, img_size, on_bad_image, _FORMAT)
     home = folder / key
     if not writes:
         _wait_for(home)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,11 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from residua.data import remote
-from residua.data.arrays import cache_dir
-from residua.data.decode import VERSION
 from residua.data.errors import BadImage, DataError, did_you_mean, tell
+from residua.data.index import UNSURE, Hashes, cache_dir, file_stamps, fingerprint_of, settled
 from residua.data.remote import RemoteFile
-from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
+from residua.data.source import EncodedSource, Source, Splits
 from residua.files import replacing
 from residua.room import memory
 
@@ -51,6 +51,8 @@ class ParquetSource(EncodedSource):
     files the image column is unpacked into the cache, row group by row group, and memory-mapped.
     """
 
+    _lengths: np.ndarray | None
+
     def __init__(
         self,
         name: str,
@@ -64,7 +66,10 @@ class ParquetSource(EncodedSource):
         like: Source | None = None,
     ) -> None:
         self.files, self.root, self.image = files, root, image
+        self._version = _version_of(files)
         self._open()
+        places = [str(file.resolve()) if isinstance(file, Path) else file.url for file in files]
+        self.hashes = Hashes(fingerprint_of("parquet", places, image), int(self._starts[-1]))
         super().__init__(name, split, int(self._starts[-1]), classes=classes, labels=labels, like=like)
 
     def encoded(self, i: int) -> bytes | Path:
@@ -85,9 +90,15 @@ class ParquetSource(EncodedSource):
         lengths = [pc.fill_null(pc.binary_length(data), -1).to_numpy() for data, _ in self._chunks]
         return np.concatenate(lengths).astype(np.int64)
 
-    def fingerprint(self) -> str:
-        labels = self.labels if self.labels is not None else "none"
-        return fingerprint_of(VERSION, _content_key(self.files), self.image, labels)
+    def stamps(self, numbers: np.ndarray) -> np.ndarray:
+        if self._lengths is None:
+            self._lengths = self.weights()
+        lengths = self._lengths[numbers]
+        version = np.where(lengths < 0, UNSURE, self._version)  # a file that a row names may change by itself
+        return np.stack([np.maximum(lengths, 0), version, numbers], 1)
+
+    def state(self, numbers: np.ndarray) -> str:
+        return fingerprint_of(_content_key(self.files), self.image, numbers)
 
     def _beside(self, path: str, i: int) -> Path:
         """An image file that a row names: one of the set's own folder, and no other file of this machine."""
@@ -111,9 +122,10 @@ class ParquetSource(EncodedSource):
             columns = _spilled(self.files, self.image) if spills else _rows(self.files, self.image)
         self._chunks = [_bytes_and_paths(column) for column in columns]
         self._starts = np.cumsum([0] + [len(data) for data, _ in self._chunks])
+        self._lengths = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_chunks", "_starts")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_chunks", "_starts", "_lengths")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -491,6 +503,14 @@ def _bytes_and_paths(column: pa.Array) -> tuple[pa.Array, pa.Array | None]:
         return column, None
     names = [column.type.field(k).name for k in range(column.type.num_fields)]
     return column.field("bytes"), column.field("path") if "path" in names else None
+
+
+def _version_of(files: list[File]) -> int:
+    """A number that changes when one of the files does; `UNSURE` where one may without that."""
+    asked = time.time()
+    near = settled(file_stamps([os.fsencode(file) for file in files if isinstance(file, Path)]), asked)
+    far = [(file.size, file.tag) for file in files if isinstance(file, RemoteFile)]
+    return UNSURE if (near[:, 1] == UNSURE).any() else int(fingerprint_of(near, far)[:15], 16)
 
 
 def _content_key(files: list[File]) -> list[tuple[str, int, str]]:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -18,11 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from residua import files, lock
-from residua.data.arrays import cache_dir
 from residua.data.errors import DataError, tell
-from residua.data.source import fingerprint_of
+from residua.data.index import Folder, Listing, cache_dir, fingerprint_of, is_image, list_elsewhere
 from residua.missing import pip_install
+from residua.progress import counted
 from residua.room import set_aside
 
 VARIABLE = "RESIDUA_REMOTE_CACHE"
@@ -31,6 +33,8 @@ _MOST = 50.0  # GiB, unless told; and no more than half of what is free beside w
 _BLOCK = 8 << 20  # bytes asked for at once
 _TRIES = 3
 _AT_ONCE = 8  # files
+_PACK = 32 << 20  # bytes of images that are kept together
+_PACKS_AT_ONCE = 4
 _MANY = 1 << 30  # bytes that are not fetched silently
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _VERSIONS = (  # what fsspec's file systems tell of a file that changes when it does, the surest first
@@ -144,8 +148,7 @@ def find(url: str, patterns: list[str], suffix: str) -> list[RemoteFile]:
         about = _tried(where, lambda: fs.info(path))
         if about.get("size") is None or about.get("type") == "directory":
             raise DataError(f"{where} is no file of known length; give a {suffix} file, a folder of them, or a pattern")
-        version = next((f"{key}={about[key]}" for key in _VERSIONS if about.get(key)), "")
-        return RemoteFile(where, where, int(about["size"]), version)
+        return RemoteFile(where, where, int(about["size"]), _version(about))
 
     paths = []
     for pattern in patterns:
@@ -155,6 +158,150 @@ def find(url: str, patterns: list[str], suffix: str) -> list[RemoteFile]:
         paths += found
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(known, paths))
+
+
+def _version(about: Mapping[str, Any]) -> str:
+    """What tells of a file that it has changed."""
+    return next((f"{key}={about[key]}" for key in _VERSIONS if about.get(key)), "")
+
+
+class RemoteFolder:
+    """A folder elsewhere, with as much of a path as reading a set of images takes."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    def __truediv__(self, name: str) -> RemoteFolder:
+        return RemoteFolder(f"{self.url}/{name}")
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    def is_dir(self) -> bool:
+        return bool(self.entries())
+
+    def entries(self, inside: str = "") -> list[tuple[str, dict[str, Any]]]:
+        """Names of what lies in it, or in a folder of it, and what is known of them; nothing where there is none."""
+        where = f"{self.url}/{inside}".rstrip("/")
+        fs, path = filesystem(where)
+
+        def ask() -> list[dict[str, Any]]:
+            try:
+                return fs.ls(path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            finally:
+                fs.invalidate_cache()  # which would hold all of them
+
+        found = ((about["name"].rstrip("/").rpartition("/")[2], about) for about in _tried(where, ask))
+        own = path.rstrip("/")
+        return [(name, about) for name, about in found if name and about["name"].rstrip("/") != own]
+
+    def subfolders(self) -> list[str]:
+        return sorted(name for name, about in self.entries() if _is_visible_folder(name, about))
+
+    def holds_images(self) -> bool:
+        return any(_is_image(name) and about["type"] == "file" for name, about in self.entries())
+
+    def list_images(self) -> Listing:
+        """Of all folders below it, eight asked at a time."""
+
+        def scan(path: str) -> Folder:
+            number = int(fingerprint_of(path)[:15], 16)
+            found, images = Folder((number, 0, 0, 0)), []
+            for name, about in self.entries(path):
+                if _is_visible_folder(name, about):
+                    found.inside.append(name)
+                elif about["type"] == "file" and _is_image(name):
+                    if about.get("size") is None:
+                        raise DataError(
+                            f"{self.url}: its server does not tell the length of {path}/{name}, without which images "
+                            "cannot be fetched together: pack them into tar files (tar:https://...), or copy them here"
+                        )
+                    images.append((name, int(about["size"]), int(fingerprint_of(_version(about))[:15], 16)))
+            found.take(images)
+            return found
+
+        return list_elsewhere(self.url, scan)
+
+
+def _is_visible_folder(name: str, about: Mapping[str, Any]) -> bool:
+    return about["type"] == "directory" and not name.startswith(".")
+
+
+def _is_image(name: str) -> bool:
+    return is_image(name) and not name.lower().endswith(".npy")
+
+
+class Packs:
+    """Images of a folder elsewhere, in files of the cache that hold some 32 MiB of them each.
+
+    An image begins a new pack where the hash of its name says so. Where one is added to the folder or taken from it,
+    only its own pack is fetched again.
+    """
+
+    def __init__(self, folder: RemoteFolder, images: Listing) -> None:
+        self.folder, self.images = folder, images
+        sizes, versions = images.sizes, images.field("versions")
+        assert sizes is not None
+        many = 1 << max(0, round(np.log2(_PACK / max(1.0, float(sizes.mean())))))  # images of a pack, about
+        begins = images.field("draws") % np.uint64(many) == 0
+        begins[0] = True
+        self.first = np.append(np.flatnonzero(begins), len(images))
+        self.starts = np.concatenate([[0], np.cumsum(sizes)])
+        packs = []
+        for a, b in itertools.pairwise(self.first.tolist()):
+            tag = fingerprint_of(images[a:b], sizes[a:b], versions[a:b])
+            packs.append(RemoteFile(f"{folder.url}/images-{tag[:12]}", "", int(self.starts[b] - self.starts[a]), tag))
+        _, self.packs = as_set(packs)
+        done = 0
+        with ThreadPoolExecutor(_PACKS_AT_ONCE) as pool:
+            for pack, _ in zip(self.packs, pool.map(self._fetch, range(len(packs)))):
+                done += pack.size
+                counted("fetching MiB of images", done >> 20, int(self.starts[-1]) >> 20)
+
+    def read(self, i: int) -> bytes:
+        """The bytes of an image, asked for by itself where its pack is not in the cache."""
+        k = int(np.searchsorted(self.first, i, side="right")) - 1
+        start, end = (int(self.starts[j]) for j in (i, i + 1))
+        try:
+            with self.packs[k].copy.open("rb", buffering=0) as file:
+                file.seek(start - int(self.starts[self.first[k]]))
+                return file.read(end - start)
+        except FileNotFoundError:
+            return self._ask(i)
+
+    def _ask(self, i: int) -> bytes:
+        url = f"{self.folder.url}/{self.images[i]}"
+        size = int(self.starts[i + 1] - self.starts[i])
+
+        def ask() -> bytes:
+            fs, path = filesystem(url)
+            data: bytes = fs.cat_file(path)
+            if len(data) != size:
+                raise OSError(f"{len(data):,} bytes where it was listed with {size:,}: it has changed, start again")
+            return data
+
+        return _tried(url, ask)
+
+    def _fetch(self, k: int) -> None:
+        fetch(self.packs[k], lambda file, handle: self._fill(k, file, handle))
+
+    def _fill(self, k: int, file: RemoteFile, handle: BinaryIO) -> None:
+        handle.seek(0)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            numbers = range(*self.first[k : k + 2].tolist())
+            for start in range(0, len(numbers), _AT_ONCE):
+                for data in pool.map(self._ask, numbers[start : start + _AT_ONCE]):
+                    with on_disk(file):
+                        handle.write(data)
+        with on_disk(file):
+            handle.truncate()
+            handle.flush()
 
 
 def as_set(found: list[RemoteFile], *, unpacked: bool = False) -> tuple[str, list[RemoteFile]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,8 @@ import numpy as np
 
 from residua.data import decode
 from residua.data.errors import BadImage, DataError, some, tell
+from residua.data.index import UNSURE, Hashes, fingerprint_of, found_before, hash_of
+from residua.progress import counted
 from residua.room import cores
 
 Stats = tuple[tuple[float, ...], tuple[float, ...]]
@@ -25,6 +27,7 @@ _STAT_IMAGES = 4096  # images that channel statistics are taken from, at most
 _STAT_PIXELS = 400e6  # and about so many pixels, but never fewer than 256 images
 _COMPARED = 512 << 20  # bytes read to find images of both splits, unless told
 _BLOCK = 4096  # bytes that reading a file costs at least
+_HASHED = 1024  # images whose hashes are asked for at once
 _TASK = 64  # items that a thread is given at once, at most
 
 
@@ -71,13 +74,48 @@ class Source(ABC):
         """The encoded bytes of image `i`, for `read`; None where it has none, or they cannot be had."""
         return None
 
+    def seen(self, what: str, numbers: Sequence[int], look: Callable[[], T]) -> T:
+        """What `look` finds in these images (fit for JSON); of images in files, what it found the last time if they
+        have not changed since."""
+        return look()
+
     @abstractmethod
     def size(self, i: int) -> tuple[int, int]:
         """(height, width) of image `i`, without decoding it where that is possible."""
 
-    @abstractmethod
     def fingerprint(self) -> str:
-        """A key that changes when the images or labels do, for caches of what was computed from them."""
+        """What the set is: a hash of the name, the length and the bytes of every image, and of the labels.
+
+        A copy of the set has the same one. Of an image in an array the pixels are its bytes; an image that cannot be
+        read has none. Hashes are kept, so that only images that are new or may have changed are read.
+        """
+        state = hashlib.blake2b(digest_size=16)
+        for numbers, contents in _contents(self, np.arange(len(self))):
+            state.update(fingerprint_of([self.identify(i) for i in numbers.tolist()], contents).encode())
+        return fingerprint_of(decode.VERSION, len(self), state.hexdigest(), self._labels_or_none())
+
+    def stamp(self) -> str:
+        """A key that changes when the images or labels do, found without reading them: from lengths and times of
+        change where they lie in files, so that a copy may have another one."""
+        return fingerprint_of(decode.VERSION, self.state(np.arange(len(self))), self._labels_or_none())
+
+    def state(self, numbers: np.ndarray) -> str:
+        """What `stamp` goes by of these images."""
+        return fingerprint_of(self.fingerprint(), numbers)
+
+    def _labels_or_none(self) -> object:
+        return "none" if self.labels is None else self.labels
+
+    def contents(self, numbers: np.ndarray) -> np.ndarray:
+        """Length and hash of the bytes of these images, uint64 (n, 3); a hash of zeros where they cannot be read."""
+        hashes = threaded(self._hash, numbers.tolist())
+        return np.frombuffer(b"".join(bytes(8) + found for found in hashes), np.uint64).reshape(-1, 3)
+
+    def _hash(self, i: int) -> bytes:
+        try:
+            return self.digest(i)
+        except BadImage:
+            return bytes(16)
 
     def identify(self, i: int) -> str:
         """A name for image `i` that a person can look up."""
@@ -107,15 +145,19 @@ class Source(ABC):
 
     def sizes(self) -> np.ndarray:
         """(height, width) of an even sample of images, int64 of shape (n, 2)."""
-        found = []
-        for i in evenly(len(self), _PROBED):
+        numbers = evenly(len(self), _PROBED)
+
+        def size(i: int) -> tuple[int, int] | None:
             try:
-                found.append(self.size(i))
+                return self.size(i)
             except BadImage:
-                continue
-        if not found:
-            self.size(0)  # raises and names the image
-        return np.array(found, np.int64)
+                return None
+
+        def look() -> list[tuple[int, int]]:
+            found = [size for size in threaded(size, numbers, "looking at images") if size is not None]
+            return found or [self.size(0)]  # raises and names the image
+
+        return np.array(self.seen("sizes", numbers, look), np.int64)
 
     def typical_size(self) -> tuple[int, int]:
         """Median (height, width)."""
@@ -133,7 +175,7 @@ class Source(ABC):
             return True
 
         sample = evenly(len(self), _PROBED) if numbers is None else numbers
-        good = dict(zip(sample, threaded(reads, sample)))
+        good = dict(zip(sample, threaded(reads, sample, "opening images")))
         return [i for i in sample if good[i]], [i for i in sample if not good[i]]
 
     def readable(self) -> Source:
@@ -154,7 +196,7 @@ class Source(ABC):
 
     def subset(self, indices: Iterable[int] | np.ndarray) -> Source:
         """The images with these numbers, in this order."""
-        return Subset(self, np.asarray(list(indices), np.int64))
+        return Subset(self, np.asarray(indices if isinstance(indices, np.ndarray) else list(indices), np.int64))
 
     def stats(self, seed: int = 0) -> Stats:
         """(mean, std) per channel with pixels scaled to [0, 1], from at most 4096 images chosen by `seed`.
@@ -178,10 +220,14 @@ class Source(ABC):
                 return None
             return np.stack([image.sum(0), np.square(image).sum(0), np.full(self.channels, float(len(image)))])
 
-        parts = [part for part in threaded(moments, chosen.tolist()) if part is not None]
-        if not parts:
-            self.read(int(chosen[0]))  # raises and names the image
-        return moments_to_stats(np.sum(parts, axis=0))
+        def look() -> list[list[float]]:
+            found = threaded(moments, chosen.tolist(), "statistics of images")
+            parts = [part for part in found if part is not None]
+            if not parts:
+                self.read(int(chosen[0]))  # raises and names the image
+            return np.sum(parts, axis=0).tolist()
+
+        return moments_to_stats(np.array(self.seen("moments", chosen.tolist(), look)))
 
 
 class Subset(Source):
@@ -206,7 +252,6 @@ class Subset(Source):
             labels=own if labels is None else labels,
         )
         self.parent, self.indices = parent, indices
-        self._renumbered = labels is not None and (own is None or not np.array_equal(own, labels))
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -216,6 +261,9 @@ class Subset(Source):
 
     def fetch(self, i: int) -> bytes | None:
         return self.parent.fetch(int(self.indices[i]))
+
+    def seen(self, what: str, numbers: Sequence[int], look: Callable[[], T]) -> T:
+        return self.parent.seen(what, self.indices[numbers].tolist(), look)
 
     def size(self, i: int) -> tuple[int, int]:
         return self.parent.size(int(self.indices[i]))
@@ -240,9 +288,11 @@ class Subset(Source):
     def digest(self, i: int) -> bytes:
         return self.parent.digest(int(self.indices[i]))
 
-    def fingerprint(self) -> str:
-        changed = [self.labels] if self._renumbered else []
-        return fingerprint_of(self.parent.fingerprint(), self.indices, *changed)
+    def contents(self, numbers: np.ndarray) -> np.ndarray:
+        return self.parent.contents(self.indices[numbers])
+
+    def state(self, numbers: np.ndarray) -> str:
+        return self.parent.state(self.indices[numbers])
 
 
 class EncodedSource(Source):
@@ -253,6 +303,9 @@ class EncodedSource(Source):
     image of another number of channels than most (grey and colour are alike), or of floats beyond [0, 1] beside
     integers, is a bad one. A test split takes all that from its training split (`like`).
     """
+
+    hashes: Hashes
+    _seen_heads: list[tuple[int, decode.Header]] | None = None
 
     def __init__(
         self,
@@ -265,6 +318,7 @@ class EncodedSource(Source):
         like: Source | None = None,
     ) -> None:
         self.name, self.split, self._count = name, split, count  # probing needs them
+        self.channels, self.dtype, self.mixed = 0, np.dtype(np.uint8), False
         if like is None:
             channels, dtype, self.mixed = self._probe()
         else:
@@ -275,20 +329,43 @@ class EncodedSource(Source):
     def encoded(self, i: int) -> bytes | Path:
         """Image `i` as stored."""
 
+    @abstractmethod
+    def stamps(self, numbers: np.ndarray) -> np.ndarray:
+        """(bytes, and two numbers that change when they do) of these images, without reading them; int64 (n, 3).
+
+        The second is `UNSURE` where they may change and this does not.
+        """
+
     def __len__(self) -> int:
         return self._count
+
+    def seen(self, what: str, numbers: Sequence[int], look: Callable[[], T]) -> T:
+        stamps = self.stamps(np.asarray(numbers, np.int64))
+        names = [self.identify(i) for i in numbers]
+        read_as = self.channels, self.dtype.name, self.mixed
+        key = (what, decode.VERSION, self.hashes.key, names, stamps, read_as)
+        return found_before(what, key, look, sure=UNSURE not in stamps[:, 1])
 
     def size(self, i: int) -> tuple[int, int]:
         head = decode.header(self.encoded(i), self.identify(i))
         return head.height, head.width
 
+    def sizes(self) -> np.ndarray:
+        return np.array([head[:2] for _, head in self._heads()], np.int64)
+
     def fetch(self, i: int) -> bytes | None:
+        number = np.array([i])
         try:
+            stamps = None if self.hashes.has(i) else self.stamps(number)
             data = self.encoded(i)
             if isinstance(data, Path):
-                return None if data.suffix.lower() == ".npy" else data.read_bytes()
+                if data.suffix.lower() == ".npy":
+                    return None
+                data = data.read_bytes()
         except (OSError, BadImage):  # `read` says what is wrong
             return None
+        if stamps is not None and stamps[0, 1] != UNSURE:
+            self.hashes.keep(number, stamps, np.frombuffer(hash_of(data), np.uint64)[None])
         return data
 
     def read(self, i: int, target: int | None = None, data: bytes | None = None) -> np.ndarray:
@@ -316,19 +393,43 @@ class EncodedSource(Source):
             data = data.read_bytes() if isinstance(data, Path) else data
         except OSError as error:
             raise BadImage(self.identify(i), error) from error
-        return hashlib.blake2b(data, digest_size=16).digest()
+        return hash_of(data)
+
+    def contents(self, numbers: np.ndarray) -> np.ndarray:
+        stamps = self.stamps(numbers)  # before what is read
+        hashes = self.hashes.of(numbers, stamps)
+        unknown = np.flatnonzero(~hashes.any(1))
+        if len(unknown):
+            read = b"".join(threaded(self._hash, numbers[unknown].tolist()))
+            hashes[unknown] = np.frombuffer(read, np.uint64).reshape(-1, 2)
+            self.hashes.keep(numbers[unknown], stamps[unknown], hashes[unknown])
+        return np.concatenate([stamps[:, :1].astype(np.uint64), hashes], 1)
+
+    def _heads(self) -> list[tuple[int, decode.Header]]:
+        """Numbers and headers of those of an even sample of images that can be read."""
+        numbers = evenly(self._count, _PROBED)
+
+        def head(i: int) -> tuple[int, decode.Header] | None:
+            try:
+                return i, decode.header(self.encoded(i), self.identify(i))
+            except BadImage:
+                return None
+
+        def look() -> list[tuple[int, decode.Header]]:
+            found = threaded(head, numbers, "looking at images")
+            heads = [one for one in found if one is not None]
+            if not numbers:
+                raise DataError(f"{self.name}: no images in the {self.split} split")
+            return heads or [(0, decode.header(self.encoded(0), self.identify(0)))]  # raises and names the image
+
+        if self._seen_heads is None:
+            found = ((int(i), decode.Header(*row)) for i, row in self.seen("headers", numbers, look))
+            self._seen_heads = list(found)
+        return self._seen_heads
 
     def _probe(self) -> tuple[int, np.dtype, bool]:
         """Channels, dtype, and whether integers and floats come together."""
-        heads: list[tuple[decode.Header, str]] = []
-        first_error: BadImage | None = None
-        for i in evenly(self._count, _PROBED):
-            try:
-                heads.append((decode.header(self.encoded(i), self.identify(i)), self.identify(i)))
-            except BadImage as error:
-                first_error = first_error or error
-        if not heads:
-            raise first_error or DataError(f"{self.name}: no images in the {self.split} split")
+        heads = [(head, self.identify(i)) for i, head in self._heads()]
         deep = [(head.channels, where) for head, where in heads if head.channels > decode.MOST_CHANNELS]
         if 2 * len(deep) > len(heads):
             count, where = deep[0]
@@ -391,16 +492,18 @@ def count_shared(train: Source, test: Source, most: int | None = _COMPARED) -> i
     return sum(digest in seen for digest in _digests(test, np.isin(theirs, lengths[chosen])))
 
 
-def _digests(source: Source, chosen: np.ndarray) -> list[bytes]:
+def _digests(source: Source, chosen: np.ndarray) -> Iterator[bytes]:
     """Of the images that a mask chooses and that can be read."""
+    for _, contents in _contents(source, np.flatnonzero(chosen)):
+        yield from (row.tobytes() for row in contents[:, 1:] if row.any())
 
-    def digest(i: int) -> bytes | None:
-        try:
-            return source.digest(i)
-        except BadImage:
-            return None
 
-    return [found for found in threaded(digest, np.flatnonzero(chosen).tolist()) if found is not None]
+def _contents(source: Source, numbers: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Numbers of images with their `Source.contents`, part by part."""
+    for start in range(0, len(numbers), _HASHED):
+        part = numbers[start : start + _HASHED]
+        yield part, source.contents(part)
+        counted("hashing images", start + len(part), len(numbers))
 
 
 def evenly(count: int, most: int) -> list[int]:
@@ -410,14 +513,21 @@ def evenly(count: int, most: int) -> list[int]:
     return np.linspace(0, count - 1, most).astype(int).tolist()
 
 
-def threaded(function: Callable[[int], T], items: Sequence[int]) -> list[T]:
-    """`[function(i) for i in items]` on all cores (decoders release the interpreter lock)."""
+def threaded(function: Callable[[int], T], items: Sequence[int], what: str | None = None) -> list[T]:
+    """`[function(i) for i in items]` on all cores (decoders release the interpreter lock); of `what` that is, it is
+    told how far it has come."""
+    if len(items) == 1:
+        return [function(items[0])]
     threads = min(32, cores())
     size = max(1, min(_TASK, len(items) // (4 * threads)))  # a task for every item would take memory and time itself
     tasks = [items[i : i + size] for i in range(0, len(items), size)]
     with ThreadPoolExecutor(threads) as pool:
-        parts = pool.map(lambda task: [function(i) for i in task], tasks)
-        return [found for part in parts for found in part]
+        found: list[T] = []
+        for part in pool.map(lambda task: [function(i) for i in task], tasks):
+            found += part
+            if what is not None:
+                counted(what, len(found), len(items))
+        return found
 
 
 def moments_to_stats(moments: np.ndarray) -> Stats:
@@ -426,12 +536,3 @@ def moments_to_stats(moments: np.ndarray) -> Stats:
     mean = total / count
     std = np.sqrt(np.maximum(squares / count - mean**2, 1e-12))
     return tuple(mean.tolist()), tuple(std.tolist())
-
-
-def fingerprint_of(*parts: object) -> str:
-    """Hash of strings, numbers and arrays."""
-    state = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        state.update(np.ascontiguousarray(part).tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
-        state.update(b"\0")
-    return state.hexdigest()

@@ -24,11 +24,11 @@ import numpy as np
 import pyarrow as pa
 
 from residua.data import remote
-from residua.data.arrays import cache_dir
-from residua.data.decode import SUFFIXES, VERSION
+from residua.data.decode import SUFFIXES
 from residua.data.errors import BadImage, DataError, did_you_mean, some, tell
+from residua.data.index import Hashes, cache_dir, fingerprint_of
 from residua.data.parquet import LABEL_NAMES, by_name, number_labels, split_of
-from residua.data.source import EncodedSource, Source, Splits, fingerprint_of
+from residua.data.source import EncodedSource, Source, Splits
 from residua.files import replacing
 from residua.room import cores
 
@@ -58,7 +58,7 @@ class LocalShard:
     def stamp(self) -> tuple[int, str]:
         """Bytes, and what changes when they do."""
         status = self.path.stat()
-        return status.st_size, str(status.st_mtime_ns)
+        return status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}"
 
     def place(self) -> str:
         """Where it is, the same for whoever names it."""
@@ -118,6 +118,9 @@ class TarSource(EncodedSource):
         self._shard = np.repeat(np.arange(len(shards), dtype=np.int32), [len(index.spans) for index in indices])
         keys = [key.encode("utf-8", "surrogateescape") for index in indices for key in index.keys]
         self._keys, self._ends = b"".join(keys), np.cumsum([len(key) for key in keys], dtype=np.int64)
+        self._version = np.array([int(fingerprint_of(stamp)[:15], 16) for stamp in self._stamps], np.int64)
+        places = [shard.place() for shard in self.shards]
+        self.hashes = Hashes(fingerprint_of("tar", places, self._shard, self._keys, self._ends), len(self._spans))
         super().__init__(name, split, len(self._spans), classes=classes, labels=labels, like=like)
 
     def encoded(self, i: int) -> bytes:
@@ -141,9 +144,12 @@ class TarSource(EncodedSource):
     def weights(self) -> np.ndarray:
         return self._spans[:, 1].copy()
 
-    def fingerprint(self) -> str:
-        labels = self.labels if self.labels is not None else "none"
-        return fingerprint_of(VERSION, self._stamps, self._spans, self._keys, labels)
+    def stamps(self, numbers: np.ndarray) -> np.ndarray:
+        start, size = self._spans[numbers].T
+        return np.stack([size, self._version[self._shard[numbers]], start], 1)
+
+    def state(self, numbers: np.ndarray) -> str:
+        return fingerprint_of(self._stamps, self._spans, self._keys, numbers)
 
 
 def load_tar(path: str, *, image: str | None = None, label: str | None = None) -> Splits:

@@ -220,7 +220,7 @@ class _Images:
         """A key that changes when the images or labels do; None where they cannot be opened."""
         try:
             splits = self.load(spec)
-            return fingerprint_of(*(part.fingerprint() for part in (splits.train, splits.test) if part is not None))
+            return fingerprint_of(*(part.stamp() for part in (splits.train, splits.test) if part is not None))
         except (ValueError, OSError):
             return None
 

@@ -229,7 +229,7 @@ def read_features(
     index: Tensor | None = None
     found: dict[tuple[str, Column], Tensor] = {}
     if cache is not None:
-        data = source.fingerprint()
+        data = source.stamp()
         for name, subject in subjects.items():
             entries[name] = cache.entry(subject.identity(), data, source, view, on_bad_image)
             numbers, stored = entries[name].load(subject.columns, view.views)

@@ -78,6 +78,9 @@ class Pictures(Source):
     def fingerprint(self) -> str:
         return fingerprint_of(self.source.fingerprint(), self.shape, self.fitted)
 
+    def state(self, numbers: np.ndarray) -> str:
+        return fingerprint_of(self.source.state(numbers), self.shape, self.fitted)
+
 
 def _common_size(source: Source) -> tuple[int, int]:
     sizes = {(int(h), int(w)) for h, w in source.sizes()}

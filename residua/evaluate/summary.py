@@ -91,7 +91,7 @@ def summarize(
     reader = _reader(extractor, f"reading {pictures.name}", len(pictures), settings.progress)
     entry = stored = kept = None
     if cache is not None:
-        entry = cache.entry(extractor.identity, pictures.fingerprint(), pictures, view, settings.on_bad_image)
+        entry = cache.entry(extractor.identity, pictures.stamp(), pictures, view, settings.on_bad_image)
         stored = load_statistics(entry)
         if stored is None and (same := pictures.untouched()) is not None:
             with suppress(MixedSizes):  # of one that was not looked at

@@ -1,3 +1,4 @@
+import hashlib
 import os
 import warnings
 from pathlib import Path
@@ -8,7 +9,8 @@ from PIL import Image
 
 from residua.data import BadImage, DataError, Feed, count_shared, load
 from residua.data.errors import DataWarning
-from residua.data.folder import FolderSource, list_images
+from residua.data.folder import FolderSource
+from residua.data.index import list_images
 
 RNG = np.random.default_rng(0)
 
@@ -61,18 +63,48 @@ def test_held_out_images_are_not_neighbours(tmp_path):
     assert max(numbers) - min(numbers) > 50
 
 
-def test_fingerprint_follows_files_names_and_labels(tmp_path):
+def test_classes_are_in_the_order_of_their_names_and_images_in_that_of_their_paths(tmp_path):
+    for file in ("a/1.png", "a/2.png", "a b/1.png", "a b/2.png", "a-b/1.png", "a-b/2.png"):
+        put(tmp_path / file)
+    splits = load(f"folder:{tmp_path}")
+    assert splits.train.classes == ["a", "a b", "a-b"]
+    for part in (splits.train, splits.test):
+        assert [part.identify(i).split("/")[0] for i in range(3)] == ["a b", "a-b", "a"]
+        assert part.labels.tolist() == [1, 2, 0]
+
+
+def test_which_images_are_held_out_is_told_by_the_hash_of_their_names(tmp_path):
+    """Counted out in the plain way."""
+    for name, count in (("a", 1), ("b", 2), ("c", 5), ("d", 26), ("e", 40)):
+        for k in range(count):
+            put(tmp_path / name / f"{k}.png", size=(2, 2))
+    expected = []
+    for name in "bcde":
+        files = [f"{name}/{file.name}" for file in (tmp_path / name).iterdir()]
+        files.sort(key=lambda file: hashlib.blake2b(file.encode()).digest())
+        expected += files[: max(1, round(0.1 * len(files)))]
+    splits = load(f"folder:{tmp_path}")
+    assert [splits.test.identify(i) for i in range(len(splits.test))] == sorted(expected)
+    assert len(splits.train) == 74 - len(expected)
+
+
+@pytest.mark.parametrize("key", ["fingerprint", "stamp"])
+def test_keys_follow_files_names_and_labels(tmp_path, key):
+    def now() -> str:
+        return getattr(load(f"folder:{tmp_path}").test, key)()
+
     for file in ("train/b/1.png", "train/c/1.png", "test/b/1.png", "test/c/1.png"):
         put(tmp_path / file)
-    seen = {load(f"folder:{tmp_path}").test.fingerprint()}
-    assert load(f"folder:{tmp_path}").test.fingerprint() in seen
+    seen = {now()}
+    assert now() in seen
     os.utime(tmp_path / "test/b/1.png", (1, 1))  # written again, as long as before
-    seen.add(load(f"folder:{tmp_path}").test.fingerprint())
+    assert (now() in seen) == (key == "fingerprint"), "only who reads knows that nothing has changed"
+    seen.add(now())
     (tmp_path / "test/b/1.png").rename(tmp_path / "test/b/2.png")
-    seen.add(load(f"folder:{tmp_path}").test.fingerprint())
+    seen.add(now())
     put(tmp_path / "train/a/1.png")  # the same test images are now of classes 1 and 2
-    seen.add(load(f"folder:{tmp_path}").test.fingerprint())
-    assert len(seen) == 4
+    seen.add(now())
+    assert len(seen) == (3 if key == "fingerprint" else 4)
 
 
 @pytest.mark.parametrize("held_out", ["val", "valid", "validation", "test"])
@@ -155,7 +187,7 @@ def test_another_way_of_decoding_is_another_fingerprint(tmp_path, monkeypatch):
     train = load(f"folder:{tmp_path}").train
     before = train.fingerprint()
     assert train.fingerprint() == before
-    monkeypatch.setattr("residua.data.folder.VERSION", 1)
+    monkeypatch.setattr("residua.data.decode.VERSION", 1)
     assert train.fingerprint() != before
 
 
@@ -293,7 +325,7 @@ def test_no_folder_is_entered_twice(tmp_path):
     (root / "c").symlink_to(".store/c")
     (root / "d").symlink_to(other)
     (other / "back").symlink_to(root)
-    assert list_images(root) == ["1.png", "b/2.png", "c/3.png", "d/4.png"]
+    assert list(list_images(root)) == ["1.png", "b/2.png", "c/3.png", "d/4.png"]
 
 
 def test_gifs_are_listed(tmp_path):
@@ -332,7 +364,7 @@ def test_files_are_asked_for_their_status_by_plain_names(tmp_path, monkeypatch):
     for file in ("a/0.png", "a/1.png", "b/0.png", "b/1.png"):
         put(tmp_path / file)
     train = load(f"folder:{tmp_path}").train
-    sizes, key = [(tmp_path / name).stat().st_size for name in train.files], train.fingerprint()
+    sizes, key = [(tmp_path / name).stat().st_size for name in train.files], train.stamp()
     monkeypatch.setattr(FolderSource, "encoded", lambda self, i: pytest.fail("a Path of every file of a large set"))
     assert train.weights().tolist() == sizes
-    assert train.fingerprint() == key
+    assert train.stamp() == key

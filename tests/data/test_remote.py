@@ -58,8 +58,8 @@ def memory(local):
     fs.rm(url, recursive=True)
 
 
-def same(spec: str, folder: Path) -> None:
-    ours, theirs = load(spec), load(f"tar:{folder}")
+def same(spec: str, folder: Path, kind: str = "tar") -> None:
+    ours, theirs = load(spec), load(f"{kind}:{folder}")
     for split in ("train", "test"):
         here, there = getattr(ours, split), getattr(theirs, split)
         assert [here.identify(i) for i in range(len(here))] == [there.identify(i) for i in range(len(there))]
@@ -212,7 +212,7 @@ def test_much_to_fetch_is_said(memory, monkeypatch):
     [
         ("tar:memory://nowhere/a.tar", r"memory://.*nowhere/a\.tar does not exist"),
         ("tar:memory://nowhere", r"memory://nowhere(: no \.tar files there| does not exist)"),
-        ("folder:s3://bucket/photos", r"folders are read from this machine only.*tar:s3://BUCKET"),
+        ("folder:memory://nowhere/photos", r"folder:memory://.*nowhere/photos does not exist"),
         ("tar:qwertz://x/a.tar", r"qwertz://x/a\.tar: .*expected s3://, gs://, https://"),
     ],
 )
@@ -377,3 +377,116 @@ def test_a_changed_object_is_another_set(bucket, tmp_path):
     assert load("tar:s3://images/other/a.tar").train.fingerprint() == before
     bucket.upload_file(str(pack(tmp_path / "a.tar", samples(noise(3), [0, 1, 2]))), "images", "other/a.tar")
     assert load("tar:s3://images/other/a.tar").train.fingerprint() != before
+
+
+@pytest.fixture
+def photos(tmp_path, monkeypatch):
+    """Twelve images of three classes in a folder, with names that are patterns elsewhere."""
+    monkeypatch.setattr(remote, "_PACK", 600)
+    images, folder = noise(12), tmp_path / "photos"
+    for k, image in enumerate(images):
+        place = folder / "train" / "abc"[k % 3]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"[{k}] *?#.png").write_bytes(png(image))
+    for k, image in enumerate(noise(3)):
+        (folder / "val" / "abc"[k]).mkdir(parents=True)
+        (folder / "val" / "abc"[k] / "x.png").write_bytes(png(image))
+    (folder / "train" / "notes.txt").write_text("no image")
+    return folder
+
+
+@pytest.fixture
+def remote_photos(photos):
+    url, fs = f"memory://{uuid.uuid4().hex}/photos", fsspec.filesystem("memory")
+    for file in photos.rglob("*.*"):
+        fs.pipe(f"{url}/{file.relative_to(photos).as_posix()}", file.read_bytes())
+    return url
+
+
+@pytest.mark.parametrize("room", ["1", "0"])
+def test_images_elsewhere_are_those_of_a_folder(photos, remote_photos, room, monkeypatch):
+    monkeypatch.setenv(remote.VARIABLE, room)
+    same(f"folder:{remote_photos}", photos, "folder")
+    same(f"folder:{remote_photos}/train", photos / "train", "folder")
+    ours, theirs = load(f"folder:{remote_photos}").train, load(f"folder:{photos}").train
+    assert ours.fingerprint() == theirs.fingerprint()
+    assert ours.weights().tolist() == theirs.weights().tolist()
+    travelled = pickle.loads(pickle.dumps(ours))
+    assert all(np.array_equal(travelled.read(i), theirs.read(i)) for i in range(12))
+
+
+def test_images_elsewhere_are_fetched_once_and_together(photos, remote_photos, cache, monkeypatch):
+    first = load(f"folder:{remote_photos}")
+    packs = list(cache.glob("*images-*"))
+    assert 1 < len(packs) < 15, "several to a file"
+    assert sum(file.stat().st_size for file in packs) == sum(file.stat().st_size for file in photos.rglob("*.png"))
+    asked, ask = [], remote.Packs._ask
+    monkeypatch.setattr(remote.Packs, "_ask", lambda self, i: asked.append(self.images[i]) or ask(self, i))
+    again = load(f"folder:{remote_photos}")
+    assert [np.array_equal(first.train.read(i), again.train.read(i)) for i in range(12)] == [True] * 12
+    assert asked == []
+    fsspec.filesystem("memory").pipe(f"{remote_photos}/train/b/new.png", png(noise(1)[0]))
+    changed = load(f"folder:{remote_photos}").train
+    assert len(changed) == 13
+    assert "b/new.png" in asked
+    assert len(asked) < 13, "only what its pack holds"
+
+
+def test_an_image_elsewhere_that_has_changed(photos, remote_photos, monkeypatch):
+    before = load(f"folder:{remote_photos}").train
+    keys = before.fingerprint(), before.stamp()
+    name = before.identify(0)
+    data = bytearray((photos / name).read_bytes())
+    data[-1] ^= 1
+    time.sleep(0.01)
+    fsspec.filesystem("memory").pipe(f"{remote_photos}/{name}", bytes(data))
+    after = load(f"folder:{remote_photos}").train
+    assert after.fetch(0) == bytes(data)
+    assert (after.fingerprint() == keys[0], after.stamp() == keys[1]) == (False, False)
+    monkeypatch.setenv(remote.VARIABLE, "0")
+    monkeypatch.setenv("RESIDUA_DATA", os.environ["RESIDUA_DATA"] + "2")
+    listed = load(f"folder:{remote_photos}").train
+    fsspec.filesystem("memory").pipe(f"{remote_photos}/{name}", bytes(data) + b"more")
+    with pytest.raises(DataError, match=r"bytes where it was listed with .*: it has changed, start again"):
+        listed.read(0)
+
+
+def test_fetching_images_goes_on_where_it_was_cut_short(photos, remote_photos, monkeypatch):
+    asked, ask = [], remote.Packs._ask
+
+    def breaks(self, i):
+        asked.append(self.images[i])
+        if len(asked) > 8:
+            raise KeyboardInterrupt
+        return ask(self, i)
+
+    monkeypatch.setattr(remote, "_AT_ONCE", 1)
+    monkeypatch.setattr(remote, "_PACKS_AT_ONCE", 1)
+    monkeypatch.setattr(remote.Packs, "_ask", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        load(f"folder:{remote_photos}")
+    monkeypatch.setattr(remote.Packs, "_ask", lambda self, i: asked.append(self.images[i]) or ask(self, i))
+    load(f"folder:{remote_photos}")
+    assert len(asked) < 9 + 15
+
+
+@pytest.mark.parametrize("room", ["1", "0"])
+def test_a_folder_in_an_object_store(photos, bucket, room, monkeypatch):
+    monkeypatch.setenv(remote.VARIABLE, room)
+    for file in photos.rglob("*.png"):
+        bucket.upload_file(str(file), "images", f"photos/{file.relative_to(photos).as_posix()}")
+    same("folder:s3://images/photos", photos, "folder")
+    assert load("folder:s3://images/photos?classes=2&train=5").train.fingerprint()
+    with pytest.raises(DataError, match=r"s3://images/nothing does not exist"):
+        load("folder:s3://images/nothing")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_decoding_processes_ask_an_object_store_for_images(photos, bucket, monkeypatch):
+    monkeypatch.setenv(remote.VARIABLE, "0")
+    for file in photos.rglob("*.png"):
+        bucket.upload_file(str(file), "images", f"asked/{file.relative_to(photos).as_posix()}")
+    feed = Feed(load("folder:s3://images/asked").train, "cpu", img_size=9, resident=False, workers=2)
+    got = [batch.index.tolist() for batch in feed.iterate(torch.arange(12).flip(0).split(5))]
+    feed.close()
+    assert got == [[11, 10, 9, 8, 7], [6, 5, 4, 3, 2], [1, 0]]

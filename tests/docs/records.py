@@ -34,9 +34,14 @@ def agree(cell: str, *values: float) -> None:
         assert abs(float(shown) - value) <= 0.5001 * 10.0**last, f"{cell!r} is to show {values}"
 
 
+def folder(run: str) -> Path:
+    """Of a run on Tiny-ImageNet, which goes without that name here, or on Imagenette."""
+    return RECORDS / (run if run.startswith("imagenette") else f"tiny-imagenet-{run}")
+
+
 @cache
 def report(run: str) -> dict:
-    return json.loads((RECORDS / f"tiny-imagenet-{run}" / "evaluation.json").read_text())
+    return json.loads((folder(run) / "evaluation.json").read_text())
 
 
 def scores(run: str, subject: str = "model") -> dict[tuple[str, int], float]:
@@ -54,7 +59,8 @@ def top5(run: str) -> float:
 
 def seeds(run: str) -> list[str]:
     """Runs that differ in nothing else."""
-    return [path.name.removeprefix("tiny-imagenet-") for path in sorted(RECORDS.glob(f"tiny-imagenet-{run}-seed-*"))]
+    found = sorted(RECORDS.glob(f"{folder(run).name}-seed-*"))
+    return [path.name.removeprefix("tiny-imagenet-") for path in found]
 
 
 def best(run: str, metric: str) -> tuple[float, int]:
@@ -70,12 +76,12 @@ def difference(plain: list[float], faded: list[float]) -> tuple[float, ...]:
 
 
 def last_loss(run: str) -> float:
-    rows = [row for row in read_metrics(RECORDS / f"tiny-imagenet-{run}") if "loss" in row]
+    rows = [row for row in read_metrics(folder(run)) if "loss" in row]
     return fmean(row["loss"] for row in rows if row["step"] > rows[-1]["step"] - 1000)
 
 
 def along(run: str, metric: str) -> list[float]:
-    rows = read_metrics(RECORDS / f"tiny-imagenet-{run}")
+    rows = read_metrics(folder(run))
     return [row[f"eval/{metric.replace(' ', '_')}"] for row in rows if "eval/kNN" in row]
 
 

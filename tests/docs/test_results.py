@@ -14,7 +14,7 @@ from residua.report.demo import ECHO
 from residua.report.demo import EMBEDDING as EMBEDDED
 from residua.report.runs import read_runs, while_training
 from residua.train import Pretrain, read_metrics
-from residua.train.options import read_flat
+from residua.train.options import auto_alpha, read_flat
 
 from .records import (
     KNN,
@@ -37,8 +37,10 @@ from .records import (
     said,
     scores,
     seeds,
+    speed,
     table,
     top5,
+    whole,
 )
 
 
@@ -86,7 +88,9 @@ def test_what_is_known_on_the_front_page():
 
 
 def mixing_record(name: str) -> dict:
-    return json.loads((RECORDS / f"tiny-imagenet-50k-xavier-alpha-{name}" / "mixing.json").read_text())
+    """By alpha_min and seed of a run of 50,000 steps on Tiny-ImageNet, or by the name of another record."""
+    run = name if name.startswith("imagenette") else f"tiny-imagenet-50k-xavier-alpha-{name}"
+    return read(f"{run}/mixing.json")
 
 
 def last_layer(name: str, kind: str = "centred") -> list[float]:
@@ -98,9 +102,14 @@ def echo(name: str, kind: str = "centred") -> float:
     return sum(shares[: (len(shares) - 1) // 3 + 1])
 
 
-def test_what_the_last_layer_is_made_of():
-    rows = table("results.md", "| share of the last layer |")
-    for column, name in enumerate(("1.0-seed-2", "0.7-seed-2", "0.6-seed-0"), 1):
+@pytest.mark.parametrize(("start", "names"), [
+    ("| share of the last layer |", ["1.0-seed-2", "0.7-seed-2", "0.6-seed-0"]),
+    ("| share of the last layer, photographs |",
+     [f"imagenette-224-alpha-{name}" for name in ("1.0-seed-1", "0.8-seed-0", "0.7-seed-1", "0.6-seed-0")]),
+])  # fmt: skip
+def test_what_the_last_layer_is_made_of(start, names):
+    rows = table("results.md", start)
+    for column, name in enumerate(names, 1):
         shares = last_layer(name)
         assert sum(shares) == pytest.approx(1, abs=1e-3)
         first, second = len(shares) // 3 + 1, 2 * (len(shares) - 1) // 3 + 1
@@ -108,6 +117,9 @@ def test_what_the_last_layer_is_made_of():
         depth = sum(i * share for i, share in enumerate(shares)) / (len(shares) - 1)
         for row, value in zip(rows, [*(100 * part for part in parts), depth, 100 * echo(name, "raw")], strict=True):
             agree(row[column], value)
+
+
+def test_sentences_on_what_the_last_layer_is_made_of():
     told = said("results.md", "first third of the sublayers, ", "Training could have undone that")
     ordinary, faded = (last_layer(name) for name in ("1.0-seed-2", "0.7-seed-2"))
     mlp = mixing_record("0.7-seed-2")["writers"].index("blocks.0.mlp")
@@ -185,6 +197,89 @@ def test_runs_of_50000_steps():
         agree(one, fmean(a))
         agree(other, fmean(b))
         agree(gain, *difference(a, b))
+
+
+def test_photographs():
+    plain, faded = (seeds(f"imagenette-224-alpha-{alpha}") for alpha in ("1.0", "0.7"))
+    others = [f"imagenette-224-alpha-{name}-seed-0" for name in ("0.8", "0.6", "1.0-lr-6e-4")]
+    assert (len(plain), len(faded)) == (2, 2)
+    read = [of for name, of in LONGER.items() if name != "top 5"]
+    rows = table("results.md", "| 200 epochs of Imagenette |")
+    for (_, ones, one, less, many, mean, gain, more, slow), of in zip(rows, read, strict=True):
+        a, b = ([of(run)[0] for run in runs] for runs in (plain, faded))
+        for cell, runs in ((ones, plain), (many, faded), *zip((less, more, slow), ([run] for run in others))):
+            agree(cell, *chain.from_iterable(map(of, runs)))
+        agree(one, fmean(a))
+        agree(mean, fmean(b))
+        agree(gain, *difference(a, b))
+    rows = iter(table("results.md", "| seed 1, after epochs |"))
+    for metric in (PROBE, KNN):
+        for run in (plain[1], faded[1]):
+            for cell, value in zip(next(rows)[1:], along(run, metric), strict=True):
+                agree(cell, value)
+    free = [scores(plain[0], subject) for subject in ("random init", "pixels")]
+    untrained, pixels = ([own[m, layer] for m in (PROBE, KNN)] for own, layer in zip(free, (LAST, -1)))
+    agree(
+        said("results.md", "An untrained encoder of alpha_min 1 has", "**In kNN").replace(".\n", ""),
+        *untrained,
+        *pixels,
+    )
+
+
+def test_sentences_on_photographs():
+    def mean(name: str, metric: str) -> float:
+        return fmean(scores(run)[metric, LAST] for run in seeds(f"imagenette-224-alpha-{name}"))
+
+    def apart(a: str, b: str, metric: str) -> float:
+        one, other = (scores(f"imagenette-224-alpha-{name}-seed-0")[metric, LAST] for name in (a, b))
+        return other - one
+
+    def chance(share: float) -> float:
+        """95 % of the differences of two scores around this one lie within so many points, images being all chance."""
+        return 196 * (2 * share * (1 - share) / 3925) ** 0.5
+
+    gains = [mean("0.7", metric) - mean("1.0", metric) for metric in (PROBE, KNN)]
+    text = said("results.md", "more than on Tiny-ImageNet after 50,000 steps**", "in both seeds over 5")
+    longer = [fmean(scores(run)[KNN, LAST] for run in seeds(f"50k-xavier-alpha-{a}")) for a in ("1.0", "0.7")]
+    agree(points(text), longer[1] - longer[0], gains[1], 0.7)
+    text = said("results.md", "in both seeds over 5.", "0.8 and 0.6, one seed each, are in between")
+    agree(points(text), 0.6, chance(0.67))
+    for name in ("1.0", "0.7"):
+        one, other = (scores(run)[KNN, LAST] for run in seeds(f"imagenette-224-alpha-{name}"))
+        assert abs(one - other) < 0.6
+    assert mean("1.0", KNN) < mean("0.8", KNN) < mean("0.6", KNN) < mean("0.7", KNN)
+    text = said("results.md", "**In the probe there is no sure gain**:", "at the last block. Along")
+    agree(points(text), gains[0], 0.7, chance(0.79), 0.8, -apart("1.0", "0.8", PROBE), 0.6)
+    assert abs(apart("1.0", "0.6", PROBE)) < 0.1
+    for name in ("0.8", "0.7"):  # "up to block 9 both are behind the ordinary network"
+        pairs = zip(seeds("imagenette-224-alpha-1.0"), seeds(f"imagenette-224-alpha-{name}"))
+        for plain, faded in pairs:
+            ahead = [scores(faded)[KNN, block] > scores(plain)[KNN, block] for block in range(12)]
+            assert ahead == [False] * 10 + [True] * 2
+    text = said("results.md", "by the training loss: with 6e-4 it is", "in the probe. 3e-4, which")
+    agree(text.replace("points worse in kNN and", ""), *(apart("1.0-lr-6e-4", "1.0", m) for m in (KNN, PROBE)))
+    agree(
+        said("log.md", "A learning rate of 6e-4 for the ordinary network** there.", "points less"),
+        apart("1.0-lr-6e-4", "1.0", KNN),
+    )
+    text = said("../README.md", "7,400 steps, two seeds) kNN goes from", "gains no more than").replace("**", "")
+    agree(text, *(mean(name, metric) for metric in (KNN, PROBE) for name in ("1.0", "0.7")))
+    text = said("choosing-alpha.md", "7,398 steps of 256 images at 1.2e-3,", "which was not run; for").partition("): ")[
+        2
+    ]
+    each = [
+        b - a
+        for a, b in zip(*([scores(r)[KNN, LAST] for r in seeds(f"imagenette-224-alpha-{n}")] for n in ("1.0", "0.7")))
+    ]
+    agree(
+        points(text), 0.7, gains[1], *each, gains[0], 0.8, apart("1.0", "0.8", KNN), -apart("1.0", "0.8", PROBE),
+        auto_alpha(7398, depth=12, zero_init=False),
+    )  # fmt: skip
+    speeds = said("results.md", "Three runs at once under MPS trained", ": 9 and 12 minutes")
+    runs = ("imagenette-224-alpha-1.0-seed-0", "imagenette-224-alpha-1.0-seed-1")
+    assert [abs(speed(run) - shown) < 10 for run, shown in zip(runs, whole(speeds), strict=True)] == [True, True]
+    for run in RECORDS.glob("imagenette-224-*"):
+        assert read_metrics(run)[-1]["step"] == 7398
 
 
 def test_longer_runs():
@@ -407,7 +502,9 @@ def test_papers_tables():
     lengths = [f"{length}-xavier-alpha-{alpha}" for length in ("22k", "50k", "86k") for alpha in ("1.0", "0.7")]
     lengths[4:4] = ["50k-xavier-alpha-0.6"]
     lengths[2:2] = ["22k-xavier-alpha-0.8", "22k-xavier-alpha-0.6"]
-    agree(ours["table 2"], *map(mean, [*lengths, *(f"22k-alpha-{alpha}" for alpha in ("1.0", "0.9", "0.8"))]))
+    lengths += [f"22k-alpha-{alpha}" for alpha in ("1.0", "0.9", "0.8")]
+    lengths += [f"imagenette-224-alpha-{alpha}" for alpha in ("1.0", "0.7", "0.8", "0.6")]
+    agree(ours["table 2"], *map(mean, lengths))
     names = ("control-branch", "control-both", "alpha-0.7-attn-only", "alpha-0.7-mlp-only", "alpha-0.7", "alpha-1.0")
     runs = [f"22k-xavier-{name}-seed-0" for name in names]
     agree(ours["table 3b"], 0.7, *(scores(run)[PROBE, LAST] for run in runs))

@@ -16,7 +16,7 @@ import residua.evaluate
 from residua.data import Batch, DataError, Preprocessing, Splits, center_view, load, train_view
 from residua.evaluate import extract, mae_probe, pixel_features
 from residua.evaluate.features import preprocessing_of
-from residua.evaluate.reading import PixelReader, View, open_feed
+from residua.evaluate.reading import PixelReader, View, _read_batch, _Replayed, open_feed
 from residua.nn import ViT, create_model
 
 
@@ -65,6 +65,30 @@ def test_several_read_outs_come_from_one_pass(vit: ViT, noise: Splits) -> None:
     assert both.train.readout == "patches"
     with pytest.raises(ValueError, match="at least one readout"):
         extract(vit, noise, readout=())
+
+
+def test_a_replayed_batch_is_read_as_any_other(noise: Splits, monkeypatch) -> None:
+    """The recording itself needs a GPU; all around it does not."""
+
+    def record(function, device):
+        output = function()
+
+        @torch.inference_mode()
+        def replay() -> None:
+            for (_, mine), (_, read) in zip(output, function(), strict=True):
+                mine.copy_(read)
+
+        return replay, output
+
+    monkeypatch.setattr("residua.evaluate.reading.record", record)
+    preprocessing = Preprocessing((16, 16), *noise.train.stats(), noise.train.channels)
+    view, reader = View(preprocessing, views=1), PixelReader(16)
+    replayed = _Replayed(reader, view, full=False)
+    for numbers in ([0, 1, 2], [7, 3, 5], [9, 8], [4, 6, 10]):
+        batch = as_batch(noise.train, numbers)
+        ((keys, own),), ((others, expected),) = replayed(batch), _read_batch(batch, reader, view, full=False)
+        assert keys == others
+        torch.testing.assert_close(own, expected)
 
 
 def test_labels_names_and_order_come_along(vit: ViT, noise: Splits) -> None:
