@@ -5,8 +5,9 @@ PLACE/KEY/
   index        of each image where it ends in `pixels`, height, width and checksum; height 0: it cannot be read
   store.json   what they are of and, once they are all there, the checksum of `index`
 
-KEY is a hash of the images (`Source.fingerprint`), of the side that they are shrunk to and of what shrinks them. The
-images are written in their order, so a store that was cut short goes on where its checksums end. Nothing in it is
+KEY is a hash of the images (`Source.fingerprint`), of the side that they are shrunk to and of what shrinks them. Until
+it is whole a store may be called by their stamp instead: so their bytes are read once, to be decoded and hashed. The
+images are written in their order, and a store that was cut short goes on where its checksums end. Nothing in it is
 believed without a checksum: those of `index` and all sizes when it is opened, that of an image when a process first
 reads it.
 """
@@ -211,21 +212,17 @@ def stored(
             f"{source.name}: its images are {source.dtype.name}, a store holds uint8 and would lose what they have "
             "more: leave out --cache-images"
         )
-    about = {
-        "format": _FORMAT, "side": side, "decoder": decode.VERSION, "channels": source.channels, "images": len(source),
-        "fingerprint": source.fingerprint(), "name": source.name, "split": source.split,
-    }  # fmt: skip
-    key = f"{fingerprint_of(*list(about.values())[:6])}-{side}px"
-    place = place_of(where)
+    wanted, place = _Wanted(source, side), place_of(where)
     if is_store(where):
-        if place.name != key:
+        if place.name != wanted.key():
             raise DataError(
-                f"{place} is not the store of these images: theirs is called {key}. Put back the images as they were, "
-                "or say --cache-images auto in a new run"
+                f"{place} is not the store of these images: theirs is called {wanted.key()}. Put back the images as "
+                "they were, or say --cache-images auto in a new run"
             )
         place = place.parent
-    folder, waits = place / key, False
+    waits = False
     while True:
+        folder, about = wanted.folder(place)
         if _state(folder, about) is None:
             with suppress(OSError):
                 os.utime(folder / "store.json")  # used now
@@ -239,7 +236,10 @@ def stored(
             raise _refused(folder, error, where == "auto") from error
         if mine:
             try:
-                _make(source, folder, about, where == "auto", on_bad_image, progress)
+                if wanted.folder(place)[0] == folder:  # else another process has just finished
+                    _make(source, folder, about, where == "auto", on_bad_image, progress)
+                else:
+                    shutil.rmtree(folder)
             finally:
                 lock.release(folder / ".lock")
             continue
@@ -259,6 +259,34 @@ def stored_splits(splits: Splits, where: str, side: int, **options: Any) -> Spli
 
 
 # ---------------------------------------------------------------- making a store
+
+
+class _Wanted:
+    """The store that a set's images are to come from."""
+
+    def __init__(self, source: Source, side: int) -> None:
+        self.source, self.side, self.fingerprint = source, side, ""
+        self.about: dict[str, Any] = {
+            "format": _FORMAT, "side": side, "decoder": decode.VERSION, "channels": source.channels,
+            "images": len(source),
+        }  # fmt: skip
+
+    def key(self) -> str:
+        """What it is called when it is whole."""
+        self.fingerprint = self.fingerprint or self.source.fingerprint()
+        return f"{fingerprint_of(*self.about.values(), self.fingerprint)}-{self.side}px"
+
+    def folder(self, place: Path) -> tuple[Path, dict[str, Any]]:
+        """Where it lies or is made, and what stands in it. Where there is no store yet that may be it, it is called by
+        the images' stamp: their fingerprint is known when they are decoded."""
+        found = map(_about, place.glob(f"*-{self.side}px"))
+        if self.fingerprint or any(self.about.items() <= other.items() and other["fingerprint"] for other in found):
+            name, stamp = self.key(), ""
+        else:
+            stamp = self.source.stamp()
+            name = f"{fingerprint_of(*self.about.values(), 'unfinished', stamp)}-{self.side}px"
+        of = {"fingerprint": self.fingerprint, "name": self.source.name, "split": self.source.split, "stamp": stamp}
+        return place / name, self.about | of
 
 
 def _make(
@@ -287,6 +315,7 @@ def _make(
     try:
         with named(folder / "pixels"):
             _build(source, folder, about, on_bad_image, progress)
+            _finish(source, folder, about)
     except OSError as error:
         if error.errno in _NO_ROOM:
             shutil.rmtree(folder, ignore_errors=True)  # whoever writes next needs the space
@@ -318,12 +347,28 @@ def _build(
             os.fsync(file.fileno())
     if end == 0:
         raise DataError(f"{source.name}: none of its {len(source)} images can be read")
-    if source.fingerprint() != about["fingerprint"]:
+
+
+def _finish(source: Source, folder: Path, about: dict[str, Any]) -> None:
+    """Say that a store is whole, under the name that is its own, unless the images are others by now."""
+    wanted = _Wanted(source, about["side"])
+    whole = folder.with_name(wanted.key())
+    others = about["stamp"] != source.stamp() if about["stamp"] else about["fingerprint"] != wanted.fingerprint
+    if others:
         shutil.rmtree(folder)
         raise DataError(f"{source.name}: its images changed while they were decoded into {folder}: start again")
-    rows = (folder / "index").read_bytes()
-    write_text(folder / "store.json", json.dumps(about | {"bytes": end, "index": zlib.crc32(rows)}))
-    sync(folder)
+    about = about | {"fingerprint": wanted.fingerprint, "stamp": ""}
+    if whole != folder:
+        problem = _state(whole, about)
+        if problem is None:  # made meanwhile, from a copy of the set
+            return shutil.rmtree(folder)
+        if problem:
+            tell(f"the store {whole} is damaged ({problem}): another takes its place")
+        shutil.rmtree(whole, ignore_errors=True)
+        folder.rename(whole)
+    rows, size = (whole / "index").read_bytes(), (whole / "pixels").stat().st_size
+    write_text(whole / "store.json", json.dumps(about | {"bytes": size, "index": zlib.crc32(rows)}))
+    sync(whole)
 
 
 def _decoded(source: Source, numbers: Sequence[int], side: int) -> Iterator[np.ndarray | BadImage]:
@@ -469,7 +514,8 @@ def _state(folder: Path, about: dict[str, Any]) -> str | None:
     found = _about(folder)
     if not found:
         return "its store.json cannot be read" if (folder / "store.json").exists() else ""
-    if any(found[name] != about[name] for name in ("format", "side", "decoder", "channels", "images", "fingerprint")):
+    of = ("format", "side", "decoder", "channels", "images", "fingerprint", "stamp")
+    if any(found[name] != about[name] for name in of):
         return "it is of other images"
     if "index" not in found:
         return ""
@@ -490,8 +536,8 @@ def _state(folder: Path, about: dict[str, Any]) -> str | None:
 def _about(folder: Path) -> dict[str, Any]:
     """What store.json says, if it is of its kind; else nothing."""
     kinds = {
-        "format": int, "side": int, "decoder": int, "channels": int, "images": int, "fingerprint": str, "name": str,
-        "split": str,
+        "format": int, "side": int, "decoder": int, "channels": int, "images": int, "fingerprint": str, "stamp": str,
+        "name": str, "split": str,
     }  # fmt: skip
     try:
         with (folder / "store.json").open("rb") as file:
