@@ -13,7 +13,6 @@ from residua.commands.console import console, data_of, note, say, show
 from .sweep_options import (
     baseline_of,
     check_base,
-    check_score,
     count_of,
     evaluate_options,
     parse,
@@ -116,8 +115,6 @@ def _sweep(folder: Path, kind: Any, base: str, given: Mapping[str, list[str]], o
 
     def check(plan: engine.Sweep) -> None:
         told_baseline(baseline, plan)
-        if plan.score:
-            check_score(plan.score)
         if own["on"] is None:
             _open_data(plan)
 

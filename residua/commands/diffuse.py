@@ -71,7 +71,7 @@ class FidMonitor:
         """Whatever may be wrong with extractor and reference shows here, not after hours of training."""
         from residua.data.arrays import cache_dir
         from residua.evaluate import FeatureCache
-        from residua.evaluate.extractor import check_no_program, open_extractor
+        from residua.evaluate.extractor import open_extractor
         from residua.evaluate.summary import keep_reference
         from residua.train.diffuse import GRID
         from residua.train.sample import check_sampling
@@ -84,7 +84,6 @@ class FidMonitor:
         assert self.machine.sample_every
         self.steps = session.steps_per_grid * max(1, round(self.machine.fid_every / self.machine.sample_every))
         chosen = check_sampling(session.model, GRID, device)
-        check_no_program(self.machine.fid_extractor)
         self.extractor = open_extractor(self.machine.fid_extractor, self.machine.fid_weights)
         self.about = describe(session.model, chosen, self.machine.fid_samples)
         guidance = f"guidance {chosen.guidance:g}" if chosen.classes else "no guidance"

@@ -390,15 +390,10 @@ def test_the_command_for_scores_fits_data_of_mixed_sizes(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("score:")]
     command = shlex.split(line.removeprefix("score:"))
     assert command[-len(side) - 3 :] == ["--reference-split", "train", "--img-size", *side]
-    torch.jit.script(Mean()).save(tmp_path / "mean.pt")
-    assert cli.main([*command[1:], "--extractor", str(tmp_path / "mean.pt"), "--no-cache", "--device", "cpu"]) == 0
-
-
-class Mean(torch.nn.Module):
-    """The mean colour of an image."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean([2, 3])
+    encoder: Any = residua.create_model("vit", img_size=8, patch_size=4, embed_dim=8, depth=1, num_heads=1)
+    encoder.preprocessing = Preprocessing((8, 8), (0.5,) * 3, (0.5,) * 3)
+    write_checkpoint(tmp_path / "encoder", 1, encoder, {})
+    assert cli.main([*command[1:], "--extractor", str(tmp_path / "encoder"), "--no-cache", "--device", "cpu"]) == 0
 
 
 def test_samples_of_many_channels_are_not_sent_to_score(tmp_path: Path, capsys: Any) -> None:
