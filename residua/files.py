@@ -69,13 +69,8 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk.
-
-    Windows syncs what is open for writing, and opens no folders.
-    """
-    if WINDOWS and path.is_dir():
-        return
-    handle = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

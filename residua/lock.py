@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 from typing import IO
 
@@ -11,17 +12,13 @@ _HELD: dict[Path, IO[bytes]] = {}
 def hold(file: IO[bytes]) -> bool:
     """Lock an open file for as long as it is open here or in a child; False where another process has it.
 
-    Without locks (Windows, some file systems) everyone gets it.
+    On file systems without locks everyone gets it.
     """
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks
+    except OSError:
         return True
     return True
 

@@ -86,18 +86,3 @@ def test_two_writers_do_not_share_what_is_unfinished(tmp_path: Path) -> None:
         assert path.read_text() == "two"
     assert path.read_text() == "one"
     assert os.listdir(tmp_path) == ["a.txt"]
-
-
-def test_windows_syncs_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, like_windows: None) -> None:
-    synced: list[str] = []
-    before = os.fsync
-    monkeypatch.setattr(
-        os, "fsync", lambda handle: (synced.append(os.readlink(f"/proc/self/fd/{handle}")), before(handle))
-    )
-    (tmp_path / "a.bin").write_bytes(b"there already")
-    files.sync(tmp_path / "a.bin")
-    files.sync(tmp_path)
-    assert synced == [str(tmp_path / "a.bin")]
-    assert (tmp_path / "a.bin").read_bytes() == b"there already"
-    files.write_text(tmp_path / "b.txt", "text")
-    assert (tmp_path / "b.txt").read_text() == "text"

@@ -557,7 +557,6 @@ def ghostscript(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -
     marker.unlink()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="programs are scripts here")
 @pytest.mark.usefixtures("ghostscript")
 def test_images_of_formats_that_start_programs_are_not_opened(tmp_path: Path, marker: Path) -> None:
     folder, rows = tmp_path / "images", tmp_path / "rows"

@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _unread() -> bool:
     """Whether what is printed goes into a pipe that nobody reads any more."""
-    if sys.stdout is None or not hasattr(select, "poll"):
+    if sys.stdout is None:
         return True
     poll = select.poll()
     poll.register(sys.stdout, 0)

@@ -321,7 +321,6 @@ def _write_array(
             os.replace(whole, path)
         finally:
             whole.unlink(missing_ok=True)
-    del rows  # Windows removes no file that is mapped, by any process
     wait()
     if main:
         shutil.rmtree(parts)

@@ -78,15 +78,6 @@ def test_killed_at_random_moments_it_ends_the_same(tmp_path: Path) -> None:
     assert differences(run, calm) == [], saved
 
 
-def test_on_windows_it_is_written_and_resumed_alike(finished: Path, tmp_path: Path, like_windows: None) -> None:
-    run = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        pretrain(small(run), Hooks(on_record=leave_at(4)))
-    pretrain(small(run, resume=True))
-    assert differences(run, finished) == []
-    assert len(checkpoints(run)) == 2
-
-
 def leave_at(step: int) -> Any:
     def leave(record: dict[str, Any]) -> None:
         if record["step"] >= step:

@@ -75,14 +75,6 @@ def test_interrupted_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: py
         assert [p.name for p in tmp_path.iterdir()] == ["samples.npz"]
 
 
-def test_on_windows_an_array_is_written_and_grows(tmp_path: Path, like_windows: None) -> None:
-    model, out = network(num_classes=2), tmp_path / "s.npz"
-    for n in (3, 5):
-        write_samples(model, out, n, QUICK, batch_size=2)
-        assert np.load(out)["arr_0"].shape[0] == n
-    assert [p.name for p in tmp_path.iterdir()] == ["s.npz"]
-
-
 def test_an_array_grows_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, out, made = network(num_classes=2), tmp_path / "s.npz", []
     real = samplefiles.generate
