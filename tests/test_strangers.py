@@ -39,7 +39,7 @@ from residua.train import Diffuse, Pretrain
 from residua.train.checkpoint import read_checkpoint, write_checkpoint
 from residua.train.options import read_flat
 from residua.train.processes import program
-from residua.train.samplefiles import _mapped, described
+from residua.train.samplefiles import described
 from residua.train.session import _check_whole
 
 OWN_CODE = r"the code that a folder or repository brings is not run here.*build the model in Python"
@@ -530,7 +530,7 @@ def test_pickles_in_arrays_are_not_run(tmp_path: Path, marker: Path) -> None:
         lambda: Preprocessing((8, 8), (0.5,), (0.5,), 1)(array), lambda: read_npz(archive, "arr_0"),
         lambda: open_images(str(archive)), lambda: open_images(str(array)), lambda: open_images(str(bare)),
         lambda: published_statistics(str(archive)), lambda: described(archive),
-        lambda: _mapped(bare, np.uint8, (1,)), lambda: LatentSource(images, folder),
+        lambda: LatentSource(images, folder),
         lambda: _checked(bare, [1], ""), lambda: _checked(bare, [1], "", mapped=False),
         lambda: residua.data.load(f"folder:{tmp_path}").train.read(0),
     ]  # fmt: skip

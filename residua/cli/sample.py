@@ -16,8 +16,8 @@ from residua.commands.console import accelerator_of, console, device_of, note, s
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Images from a diffusion model. Image i depends on the weights, the settings and (seed, i) alone: stopped
-    anywhere, the same command goes on, and a larger -n adds to the folder or .npz file that is there."""
+    """Images from a diffusion model. Image i depends on the weights, the settings and (seed, i) alone: a folder
+    that was stopped anywhere is gone on with by the same command, and a larger -n adds to it."""
 
     model: Positional[str]
     """A run, a checkpoint, or published U-ViT or SiT weights."""
@@ -112,7 +112,7 @@ def plan(o: SampleOptions) -> Plan:
 
 def make(o: SampleOptions, planned: Plan) -> bool:
     """Make the images asked for, or those of them that are missing; whether this process is the one that speaks."""
-    from residua.train.samplefiles import unfinished, write_samples
+    from residua.train.samplefiles import write_samples
 
     out, settings, accelerator = planned.out, planned.settings, planned.accelerator
     main = accelerator is None or accelerator.is_main_process
@@ -126,8 +126,8 @@ def make(o: SampleOptions, planned: Plan) -> bool:
                 progress=lambda done, total: bar.update(task, completed=done),
             )  # fmt: skip
         except KeyboardInterrupt:
-            if main and not _is_picture(out) and unfinished(out).is_dir():
-                note(f"stopped; what is finished waits in {unfinished(out)}, and the same command goes on from there")
+            if main and out.is_dir():
+                note(f"stopped; what is finished waits in {out}, and the same command goes on from there")
             raise
         bar.update(task, completed=o.n)
     if main:
