@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from residua.commands.console import console, counting, fail, note, say
+from residua.commands.console import console, counting, fail, note, say, stop_counting
 from residua.files import FULL
 from residua.progress import listen
 
@@ -115,7 +115,10 @@ def _main(args: list[str]) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _as_note(warnings.showwarning)
             listen(counting)
-            getattr(module, name)(args)
+            try:
+                getattr(module, name)(args)
+            finally:
+                stop_counting()
             _part()
     except KeyboardInterrupt:
         return fail("interrupted", 130)

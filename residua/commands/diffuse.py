@@ -94,9 +94,9 @@ class FidMonitor:
         console.print(f"[bold]fid[/]      every {self.steps:,} steps: {escape(self.how)}")
         self.options: dict[str, Any] = {
             "img_size": session.preprocessing.img_size, "device": device, "on_bad_image": self.machine.on_bad_image,
-            "cache": FeatureCache(cache_dir() / "references", note), "progress": _passing,
+            "cache": FeatureCache(cache_dir() / "references", note),
         }  # fmt: skip
-        keep_reference(train, self.extractor, **self.options)
+        keep_reference(train, self.extractor, **self.options, progress=counting)
 
     def __call__(self, step: int, model: Any) -> dict[str, float] | None:
         from residua.evaluate.generative import score
@@ -119,12 +119,6 @@ class FidMonitor:
         if self.session.run is not None:
             found.save(self.session.run / "samples" / f"step-{step:07d}-fid.json")
         return {"eval/fid" if self.extractor.inception else "eval/frechet": found.scores[0].value}
-
-
-def _passing(what: str, done: int, total: int) -> None:
-    """Images of the reference on their way through the extractor; of samples the total is not known."""
-    if total:
-        counting(what, done, total)
 
 
 def _closing_words(run: Path | None, picture: Path | None) -> None:
