@@ -402,20 +402,19 @@ def test_starting_from_other_weights(finished: Path, tmp_path: Path) -> None:
         prepare(small(init=str(tmp_path / "nothing")))
 
 
-def test_what_is_left_of_other_weights_is_said(tmp_path: Path) -> None:
-    pretrain(small(tmp_path / "plain", steps=1, decoder="plain"))
-    with pytest.warns(UserWarning, match="encoder taken, but for its final norm; its decoder is of another kind"):
-        session = prepare(small(init=str(tmp_path / "plain")))
-    loaded: Any = residua.load(tmp_path / "plain")
-    assert torch.equal(session.model.encoder.cls_token, loaded.encoder.cls_token)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        prepare(small(init=str(tmp_path / "plain"), decoder="plain", anneal=0.0))
-    pretrain(small(tmp_path / "ushape", steps=1, decoder="ushape"))
-    with pytest.warns(UserWarning, match="encoder taken, with a new final norm; its decoder is of another kind"):
-        turned = prepare(small(init=str(tmp_path / "ushape"), decoder="plain"))
-    loaded = residua.load(tmp_path / "ushape")
-    assert torch.equal(turned.model.encoder.cls_token, loaded.encoder.cls_token)
+def test_an_architecture_is_taken_whole_or_what_differs_is_said(tmp_path: Path) -> None:
+    for there, other in (("plain", "ushape"), ("ushape", "plain")):
+        pretrain(small(tmp_path / there, steps=1, decoder=there))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            session = prepare(small(init=str(tmp_path / there), anneal=0.0))
+        loaded: Any = residua.load(tmp_path / there)
+        assert session.config.model.decoder == there
+        assert torch.equal(session.model.decoder.pred.weight, loaded.decoder.pred.weight)
+        with pytest.raises(ValueError, match=rf"different architecture: decoder {there} there, {other} here\. Leave"):
+            prepare(small(init=str(tmp_path / there), decoder=other), given=("decoder",))
+    with pytest.raises(ValueError, match=r"decoder_embed_dim 16 there, 32 here"):
+        prepare(small(init=str(tmp_path / "plain"), decoder_embed_dim=32))
 
 
 @pytest.mark.parametrize(
