@@ -64,12 +64,6 @@ class ShortcutConfig:
         """The keywords of `Decay` among these."""
         return {f.name: getattr(self, f.name) for f in fields(Decay)}
 
-    def fades_by(self) -> str | None:
-        """The option by which shortcuts fade, of settings that leave nothing open; None where they do not."""
-        if self.alpha_eff not in (None, 1.0):
-            return "--alpha-eff"
-        return "--alpha-min" if self.alpha_min != 1.0 else None
-
 
 @dataclass(frozen=True)
 class OptimConfig:

@@ -417,27 +417,6 @@ def test_an_architecture_is_taken_whole_or_what_differs_is_said(tmp_path: Path) 
         prepare(small(init=str(tmp_path / "plain"), decoder_embed_dim=32))
 
 
-@pytest.mark.parametrize(
-    ("changes", "remedies"),
-    [
-        ({"clip": None}, "a smaller --lr, --clip 1.0, --zero-init True, or a larger --alpha-min"),
-        ({"clip": None, "alpha_min": 1.0}, "a smaller --lr, --clip 1.0, or --zero-init True"),
-        ({"alpha_min": 1.0, "zero_init": True, "clip": 5.0}, "a smaller --lr or --clip 1.0"),
-        (
-            {"alpha_min": 1.0, "alpha_eff": 0.5},
-            "a smaller --lr, a smaller --clip, --zero-init True, or a larger --alpha-eff",
-        ),
-    ],
-)
-def test_remedies_are_what_is_not_done_already(changes: dict[str, Any], remedies: str) -> None:
-    assert prepare(small(**changes)).remedies == remedies
-
-
-def test_where_weights_are_given_no_other_start_is_a_remedy(finished: Path) -> None:
-    config = small(init=str(finished / "checkpoints" / f"step-{STEPS:07d}"), anneal=0.0)
-    assert prepare(config).remedies == "a smaller --lr, a smaller --clip, or a larger --alpha-min"
-
-
 def test_classes_are_those_of_labels() -> None:
     session = prepare(small())
     source = session.splits.train
