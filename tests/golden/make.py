@@ -1,7 +1,7 @@
 """Golden files: the numbers that the commands give on small sets of images, and the text of every `--help`.
 
-    OMP_NUM_THREADS=1 python tests/golden/make.py             # compare with what is committed: equal to the last bit
-    OMP_NUM_THREADS=1 python tests/golden/make.py --update    # write them anew
+    python tests/golden/make.py             # compare with what is committed: equal to the last bit
+    python tests/golden/make.py --update    # write them anew
 
 A change that moves code about leaves every number as it is. On another machine numbers differ by rounding: make the
 files there before the change, and compare after it (`--folder`).
@@ -315,7 +315,8 @@ def main() -> int:
     o = parser.parse_args()
     sys.path.insert(0, str(HERE.parent.parent))
     os.environ["PYTHONPATH"] = str(HERE.parent.parent)  # of the runs of a sweep
-    os.environ |= {"COLUMNS": "80", "NO_COLOR": "1", "MKL_CBWR": "COMPATIBLE"}  # sums in one order wherever data lie
+    os.environ |= {"COLUMNS": "80", "NO_COLOR": "1"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}  # sums in one order, wherever arrays lie
     import torch
 
     torch.set_num_threads(1)
