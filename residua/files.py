@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-WINDOWS = os.name == "nt"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_DISKS = (*FULL, errno.EIO, errno.EROFS, errno.EFBIG)
 

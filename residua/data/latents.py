@@ -184,7 +184,6 @@ def new_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.memmap:
         with path.open("r+b") as file:
             set_aside(file.fileno(), path.stat().st_size)
     except OSError:
-        del rows  # Windows removes no file that is mapped
         path.unlink()
         raise
     return rows

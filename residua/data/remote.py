@@ -357,7 +357,7 @@ def fetch(file: RemoteFile, fill: Callable[[RemoteFile, BinaryIO], None] | None 
             return target
         with on_disk(file):
             target.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), "r+b")
+            handle = os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         with handle:
             _wait_for(handle)
             if target.exists() or not _same(handle, part):
@@ -368,8 +368,6 @@ def fetch(file: RemoteFile, fill: Callable[[RemoteFile, BinaryIO], None] | None 
                         part.unlink()
                         return None
                 _tried(file.url, partial(fill or _download, file, handle))
-                if files.WINDOWS:  # renames nothing that is open
-                    handle.close()
                 part.replace(target)
             except BaseException:
                 with suppress(OSError):
