@@ -25,7 +25,8 @@ class SampleOptions:
     """How many."""
     out: str | None = None
     """A folder (PNG files), NAME.npz (one array, with labels), or NAME.png (one picture); default: samples in the run,
-    in a folder named after step and settings, its end a short hash of all of them."""
+    in a folder named after step and settings, its end a short hash of all of them; a .npz file of that name where
+    images have neither 1 nor 3 channels."""
     sampler: str = "dpm-solver"
     """dpm-solver, ddim, heun, or euler-maruyama, which adds noise at every step."""
     steps: int | None = None
@@ -107,6 +108,8 @@ def plan(o: SampleOptions) -> Plan:
     weights = ckpt.weights_file(Path(o.model).expanduser(), ema=o.ema).resolve()
     about = {"checkpoint": str(weights), "weights": hash_weights(model)}
     out = Path(o.out).expanduser() if o.out else _default_out(o, weights, describe(model, settings, o.n) | about)
+    if not o.out and model.preprocessing.in_chans not in (1, 3):  # which are no PNGs
+        out = out.with_name(f"{out.name}.npz")
     return Plan(model, settings, out, about, device, accelerator)
 
 

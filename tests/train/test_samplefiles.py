@@ -328,7 +328,10 @@ def test_samples_of_many_channels_are_not_sent_to_score(tmp_path: Path, capsys: 
     model.preprocessing = Preprocessing((8, 8), (0.5,) * 5, (0.5,) * 5, 5)
     write_checkpoint(tmp_path / "run", 1, model, {})
     assert cli.main(["sample", "run", "-n", "1", "--steps", "2", "--device", "cpu", "--out", "s.npz"]) == 0
+    assert cli.main(["sample", "run", "-n", "1", "--steps", "2", "--device", "cpu"]) == 0
     assert "residua score" not in capsys.readouterr().out
+    (made,) = (tmp_path / "run" / "samples").iterdir()
+    assert np.load(made)["arr_0"].shape == np.load("s.npz")["arr_0"].shape == (1, 8, 8, 5)
 
 
 def test_the_command_speaks_of_guidance_where_there_are_classes(run: Path, tmp_path: Path, capsys: Any) -> None:
