@@ -114,8 +114,8 @@ TRAINED: dict[str, tuple[str, str]] = {
 """The same of runs that are trained first, within minutes."""
 
 HELP = (
-    "anatomy", "compare", "counterfactual", "data", "data info", "data preview", "demo", "diffuse", "embed", "evaluate",
-    "export", "finetune", "pretrain", "recipes", "sample", "score", "segment", "sweep", "ujm",
+    "anatomy", "compare", "counterfactual", "data", "data info", "data preview", "data stores", "demo", "diffuse",
+    "embed", "evaluate", "export", "finetune", "pretrain", "recipes", "sample", "score", "segment", "sweep", "ujm",
 )  # fmt: skip
 
 # ---------------------------------------------------------------- numbers of a file
