@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from residua.commands.console import console, counting, fail, note, say, stop_counting
-from residua.files import FULL
+from residua.disk import FULL
 from residua.progress import listen
 
 # Threads that spin while they wait slow each other down a hundredfold where another program wants the cores too.

@@ -68,7 +68,7 @@ def sweep(args: list[str]) -> None:
     if not args or "--help" in args or "-h" in args:
         say(HELP)
         raise SystemExit(0)
-    from residua.lock import release
+    from residua.disk import release
     from residua.recipes.sweep import LOCK
 
     kind, base, given = parse(args)

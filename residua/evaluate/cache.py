@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.data import Source
-from residua.room import set_aside
+from residua.disk import set_aside
 
 from .distributed import is_main
 from .reading import Column, View

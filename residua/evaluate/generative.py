@@ -24,7 +24,7 @@ from residua.data import DataError, Source, Splits
 from residua.data.arrays import ArraySource
 from residua.data.augment import ImgSize
 from residua.data.feed import OnBadImage, Progress
-from residua.files import write_text
+from residua.disk import write_text
 
 from .distributed import world
 from .extractor import Extractor, open_extractor

@@ -23,7 +23,7 @@ from residua.data import Batch, DataError, Feed, Preprocessing, Source
 from residua.data.arrays import read_npz
 from residua.data.augment import ImgSize
 from residua.data.feed import OnBadImage, Progress
-from residua.files import replacing
+from residua.disk import replacing
 
 from .cache import CacheError, Entry, FeatureCache, checksum
 from .extractor import Extractor

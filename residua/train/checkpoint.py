@@ -39,7 +39,7 @@ from residua.adapt.folder import (
 from residua.adapt.names import read_weights
 from residua.data import Preprocessing
 from residua.data.autoencoder import LatentSpace
-from residua.files import readable, sync
+from residua.disk import readable, sync
 from residua.nn import MAE, Classifier, Network
 from residua.nn.diffusion import VP, Flow, make_process, process_config
 from residua.nn.weights import infer_config, load_weights, translate

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from residua.adapt import shortcuts
 from residua.data import Batch, Feed, Order
-from residua.files import named
+from residua.disk import named
 from residua.train import checkpoint as ckpt
 from residua.train.health import Health
 from residua.train.machine import autocast, peak_flops

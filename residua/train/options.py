@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hin
 import yaml
 
 from residua.adapt.names import is_name
-from residua.files import write_text
+from residua.disk import write_text
 from residua.nn.shortcut import Branches, Control, Decay, Per, Schedule
 
 Auto = Literal["auto"]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from residua.data import DataError
 from residua.data.arrays import read_npz
 from residua.data.latents import new_array
-from residua.files import FULL, replacing, write_text
+from residua.disk import FULL, replacing, write_text
 from residua.train.sample import (
     Progress,
     Sampling,

@@ -24,8 +24,7 @@ from residua.data import Batch, Crops, Feed, Preprocessing, Source, Splits, rng,
 from residua.data.augment import normalize
 from residua.data.errors import tell
 from residua.data.feed import Progress, fits
-from residua.files import named, write_text
-from residua.lock import claim, held, release
+from residua.disk import claim, held, named, release, write_text
 from residua.nn.stream import residual_part
 from residua.train.loop import Hooks, Loop, Objective
 from residua.train.machine import activation_bytes, count_parameters, device_name, environment, now

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import residua
 from residua.data import Batch
-from residua.lock import held, release
+from residua.disk import held, release
 from residua.nn import MAE
 from residua.train import Hooks, Pretrain, Session, fit, prepare, read_metrics
 from residua.train.checkpoint import CheckpointError, checkpoints
@@ -275,7 +275,7 @@ def test_what_fails_leaves_a_run_as_it_was_and_free(
 
 HOLD = """
 import pathlib, sys, time
-from residua.lock import claim
+from residua.disk import claim
 assert claim(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
