@@ -1,11 +1,10 @@
-"""Cores, memory and disk: what this process may take of them.
+"""Cores and memory: what this process may take of them.
 
 Containers and batch jobs are held in control groups, which may allow less than the machine has.
 """
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 from collections.abc import Iterator
@@ -52,18 +51,6 @@ def free_memory(device: torch.device) -> int:
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
     free = min([psutil.virtual_memory().available, *(left for _, left in _limits())])
     return max(0, free) // processes()
-
-
-def set_aside(file: int, size: int) -> None:
-    """Give an open file (its descriptor) `size` bytes of disk: an `OSError` on a full one. On a file system that sets
-    nothing aside the file is only made that long."""
-    if hasattr(os, "posix_fallocate"):
-        try:
-            return os.posix_fallocate(file, 0, size)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-    os.ftruncate(file, size)
 
 
 def _groups(controller: str) -> Iterator[Path]:

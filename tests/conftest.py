@@ -1,19 +1,14 @@
 """Small tensors want one thread, and on a busy machine threads that sleep while they wait. Tests run beside others."""
 
 import os
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 os.environ.pop("COLUMNS", None)  # set in workers: a console made under it keeps that width, and tests set their own
 
-import psutil
 import pytest
 import torch
 
-from residua import files
 from residua.room import cores, free_memory
 
 WORKERS = 8  # more would wait for the longest file
@@ -47,33 +42,3 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def like_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuses what Windows does: to open a folder, to sync what is open for reading alone, and to move or remove a file
-    that is open or mapped, or a folder with one in it."""
-    if not psutil.LINUX:
-        pytest.skip("which files are mapped is known on Linux")
-    import fcntl
-
-    def busy(path: Any) -> bool:
-        place, maps = os.path.realpath(path), Path("/proc/self/maps").read_text().splitlines()
-        used = {line.split(maxsplit=5)[-1] for line in maps} | {entry.path for entry in psutil.Process().open_files()}
-        return any(file == place or file.startswith(place + os.sep) for file in used)
-
-    def guarded(call: Any, refuses: Any) -> Any:
-        def calls(path: Any, *args: Any, **options: Any) -> Any:
-            if refuses(path):
-                raise PermissionError(13, "Access is denied", str(path))
-            return call(path, *args, **options)
-
-        return calls
-
-    for name in ("rename", "replace", "unlink", "remove"):
-        monkeypatch.setattr(os, name, guarded(getattr(os, name), busy))
-    monkeypatch.setattr(os, "open", guarded(os.open, os.path.isdir))
-    reads = lambda handle: fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY  # noqa: E731
-    monkeypatch.setattr(os, "fsync", guarded(os.fsync, reads))
-    monkeypatch.setattr(shutil, "_use_fd_functions", False)  # which work by opening folders
-    monkeypatch.setattr(files, "WINDOWS", True, raising=False)

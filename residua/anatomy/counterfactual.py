@@ -28,8 +28,8 @@ from typing import Any, Literal, get_args
 import torch
 
 import residua.data
+from residua.disk import write_text
 from residua.evaluate.finetune import finetune
-from residua.files import write_text
 from residua.train.checkpoint import load
 from residua.train.session import LOCK
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from residua.commands.console import console, counting, fail, note, say
-from residua.files import FULL
+from residua.commands.console import console, counting, fail, note, say, stop_counting
+from residua.disk import FULL
 from residua.progress import listen
 
 # Threads that spin while they wait slow each other down a hundredfold where another program wants the cores too.
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _unread() -> bool:
     """Whether what is printed goes into a pipe that nobody reads any more."""
-    if sys.stdout is None or not hasattr(select, "poll"):
+    if sys.stdout is None:
         return True
     poll = select.poll()
     poll.register(sys.stdout, 0)
@@ -115,7 +115,10 @@ def _main(args: list[str]) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _as_note(warnings.showwarning)
             listen(counting)
-            getattr(module, name)(args)
+            try:
+                getattr(module, name)(args)
+            finally:
+                stop_counting()
             _part()
     except KeyboardInterrupt:
         return fail("interrupted", 130)

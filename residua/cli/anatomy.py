@@ -85,7 +85,7 @@ def anatomy(args: list[str]) -> None:
     import residua
     from residua.adapt import is_name
     from residua.anatomy.study import Look, along, study
-    from residua.files import write_text
+    from residua.disk import write_text
     from residua.report.anatomy import anatomy_page
     from residua.train.session import slug
 
@@ -169,7 +169,7 @@ def ujm(args: list[str]) -> None:
     """Solve and measure the unconstrained model."""
     from residua.anatomy import blobs, measure, solve
     from residua.anatomy.alignment import ujm_blocks
-    from residua.files import write_text
+    from residua.disk import write_text
     from residua.report.anatomy import ujm_page
 
     o = tyro.cli(UJMOptions, args=args, prog="residua ujm")

@@ -82,7 +82,7 @@ def counterfactual(args: list[str]) -> None:
 
     from residua.anatomy import counterfactual as engine
     from residua.anatomy.study import Look
-    from residua.files import write_text
+    from residua.disk import write_text
     from residua.report.counterfactual import counterfactual_page, four_laws
     from residua.report.figures import save
 

@@ -16,8 +16,8 @@ from residua.commands.console import accelerator_of, console, device_of, note, s
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Images from a diffusion model. Image i depends on the weights, the settings and (seed, i) alone: stopped
-    anywhere, the same command goes on, and a larger -n adds to the folder or .npz file that is there."""
+    """Images from a diffusion model. Image i depends on the weights, the settings and (seed, i) alone: a folder
+    that was stopped anywhere is gone on with by the same command, and a larger -n adds to it."""
 
     model: Positional[str]
     """A run, a checkpoint, or published U-ViT or SiT weights."""
@@ -25,7 +25,8 @@ class SampleOptions:
     """How many."""
     out: str | None = None
     """A folder (PNG files), NAME.npz (one array, with labels), or NAME.png (one picture); default: samples in the run,
-    in a folder named after step and settings, its end a short hash of all of them."""
+    in a folder named after step and settings, its end a short hash of all of them; a .npz file of that name where
+    images have neither 1 nor 3 channels."""
     sampler: str = "dpm-solver"
     """dpm-solver, ddim, heun, or euler-maruyama, which adds noise at every step."""
     steps: int | None = None
@@ -107,12 +108,14 @@ def plan(o: SampleOptions) -> Plan:
     weights = ckpt.weights_file(Path(o.model).expanduser(), ema=o.ema).resolve()
     about = {"checkpoint": str(weights), "weights": hash_weights(model)}
     out = Path(o.out).expanduser() if o.out else _default_out(o, weights, describe(model, settings, o.n) | about)
+    if not o.out and model.preprocessing.in_chans not in (1, 3):  # which are no PNGs
+        out = out.with_name(f"{out.name}.npz")
     return Plan(model, settings, out, about, device, accelerator)
 
 
 def make(o: SampleOptions, planned: Plan) -> bool:
     """Make the images asked for, or those of them that are missing; whether this process is the one that speaks."""
-    from residua.train.samplefiles import unfinished, write_samples
+    from residua.train.samplefiles import write_samples
 
     out, settings, accelerator = planned.out, planned.settings, planned.accelerator
     main = accelerator is None or accelerator.is_main_process
@@ -126,8 +129,8 @@ def make(o: SampleOptions, planned: Plan) -> bool:
                 progress=lambda done, total: bar.update(task, completed=done),
             )  # fmt: skip
         except KeyboardInterrupt:
-            if main and not _is_picture(out) and unfinished(out).is_dir():
-                note(f"stopped; what is finished waits in {unfinished(out)}, and the same command goes on from there")
+            if main and out.is_dir():
+                note(f"stopped; what is finished waits in {out}, and the same command goes on from there")
             raise
         bar.update(task, completed=o.n)
     if main:

@@ -24,8 +24,8 @@ class ScoreOptions:
     """A folder of images, a .npz or .npy file (uint8, images x height x width x 3), a source of images, or a run of a
     diffusion model, whose samples are made first where they are not there (residua sample has more settings)."""
     reference: str | None = None
-    """The same of real images; or a .npz file of statistics (mu, sigma; of sFID mu_s, sigma_s), for FID alone. Default
-    for a run: the images that it was trained on."""
+    """The same of real images; or a .npz file of statistics (mu, sigma), for FID alone. Default for a run: the
+    images that it was trained on."""
     n: Annotated[int | None, arg(aliases=["-n"])] = None
     """Samples of a run: images 0 to n - 1; default: 10,000."""
     latents: str | None = None
@@ -39,8 +39,7 @@ class ScoreOptions:
     isc: bool = False
     """Inception score, mean and deviation over ten parts of the samples; alone it needs no reference."""
     extractor: str = "inception"
-    """inception (the one of FID), inception-spatial (of sFID), timm:NAME, a run, or a TorchScript file, which is a
-    program that is run: trust it or leave it."""
+    """inception (the one of FID), timm:NAME, or a run."""
     weights: str | None = None
     """File of weights for inception or timm:NAME; default: downloaded."""
     readout: Literal["tokens", "patches", "cls"] = "tokens"

@@ -13,7 +13,6 @@ from residua.commands.console import console, data_of, note, say, show
 from .sweep_options import (
     baseline_of,
     check_base,
-    check_score,
     count_of,
     evaluate_options,
     parse,
@@ -69,7 +68,7 @@ def sweep(args: list[str]) -> None:
     if not args or "--help" in args or "-h" in args:
         say(HELP)
         raise SystemExit(0)
-    from residua.lock import release
+    from residua.disk import release
     from residua.recipes.sweep import LOCK
 
     kind, base, given = parse(args)
@@ -116,8 +115,6 @@ def _sweep(folder: Path, kind: Any, base: str, given: Mapping[str, list[str]], o
 
     def check(plan: engine.Sweep) -> None:
         told_baseline(baseline, plan)
-        if plan.score:
-            check_score(plan.score)
         if own["on"] is None:
             _open_data(plan)
 
@@ -237,26 +234,39 @@ def _start(own: Mapping[str, list[str] | None]) -> Any:
 
 
 def _print(found: Sequence[Any], baseline: Mapping[str, str]) -> None:
-    from residua.report.sweep import difference_note, difference_rows, ranking_note, score_rows, spread
+    """All scores, each with its value for every setting, and the same of differences to the baseline."""
+    from residua.report.sweep import difference_note, ranking_note, spread
 
     if not found:
         return
-    _tabulate(spread(found), ranking_note(found), *score_rows(found))
-    differences = difference_rows(found)
-    if differences[1]:
-        _tabulate(difference_note(baseline, found), "n: seeds that both have", *differences)
+
+    def facts(s: Any) -> list[str]:
+        return [str(s.seeds), "–" if s.images is None else f"{s.images:,}", "–" if s.rank is None else str(s.rank)]
+
+    say(spread(found))
+    _tabulate(["seeds", "images seen", "rank", "value"], [(s, [*facts(s), str(s)]) for s in found])
+    if text := ranking_note(found):
+        say(text)
+    compared = [s for s in found if s.difference is not None]
+    if compared:
+        say(difference_note(baseline, found))
+        _tabulate(["n", "difference"], [(s, [str(s.difference.n), s.difference_text()]) for s in compared])
+        say("n: seeds that both have")
     elif baseline:
         note("nothing to compare with the baseline: no finished run has seed and number of images in common with it")
 
 
-def _tabulate(title: str, caption: str, header: list[str], rows: Sequence[Sequence[Any]], first: int) -> None:
-    """A table between two lines of its own: as parts of it they would be broken to its width."""
-    table = Table()
-    for name in header:
+def _tabulate(header: Sequence[str], rows: Sequence[tuple[Any, Sequence[str]]]) -> None:
+    """Scores one after the other; the settings that are swept stand between a score's name and its numbers."""
+    table = Table("score")
+    names = list(dict.fromkeys(name for s, _ in rows for name in s.settings))
+    for name in names:
         table.add_column(name, justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, str) else cell.text for cell in row))
-    say(title)
+    for name in header:
+        table.add_column(name, justify="right", no_wrap=True)
+    for score in dict.fromkeys(s.score for s, _ in rows):
+        own = [(s, cells) for s, cells in rows if s.score == score]
+        for i, (s, cells) in enumerate(own):
+            label = "" if i else f"{score} ({s.unit})" if s.unit else score
+            table.add_row(label, *(s.settings.get(name, "") for name in names), *cells, end_section=i == len(own) - 1)
     console.print(table)
-    if caption:
-        say(caption)

@@ -182,28 +182,15 @@ def score_options(values: list[str], kind: str, given: Mapping[str, list[str]]) 
     """Options of `residua score`; its network is opened once before anything is trained."""
     if kind != "diffuse":
         raise ValueError(f"--score is for diffusion models: {kind} makes no images")
-    from residua.evaluate.extractor import check_no_program, open_extractor
+    from residua.evaluate.extractor import open_extractor
 
     name, weights = (given.get(f"fid_{what}", [None])[0] for what in ("extractor", "weights"))
-    check_no_program(name or "inception")
     open_extractor(name or "inception", weights)
     options = ["--n", str(count_of("score", values)), "--fid"]
     options += [
         part for flag, value in (("--extractor", name), ("--weights", weights)) if value for part in (flag, value)
     ]
     return options + (["--device", "cpu"] if "cpu" in given else [])
-
-
-def check_score(options: Sequence[str]) -> None:
-    """Options of `residua score`, of this call or as a sweep's folder has them, run no program."""
-    import tyro
-
-    from residua.evaluate.extractor import check_no_program
-
-    from .score import ScoreOptions
-
-    asked = tyro.cli(ScoreOptions, args=["run", *options, "--out", "score.json"], prog="residua score")
-    check_no_program(asked.extractor)
 
 
 def count_of(name: str, values: list[str]) -> int:

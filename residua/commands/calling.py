@@ -63,6 +63,7 @@ def heard(progress: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        console.stop_counting()
         console.console.quiet, console.as_warnings = before
 
 

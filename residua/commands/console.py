@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 import warnings
 import webbrowser
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.status import Status
 
 if TYPE_CHECKING:
     from residua.data import Splits
@@ -31,7 +31,7 @@ errors = _Terminal(stderr=True, highlight=False, soft_wrap=True)
 
 
 as_warnings = False  # notes, where nobody reads the terminal
-_counted = 0.0  # when `counting` last wrote
+_status: Status | None = None  # the line of `counting`, while there is one
 
 
 class Bar:
@@ -206,15 +206,24 @@ def warn_shared(splits: Splits) -> None:
 
 
 def counting(what: str, done: int, total: int) -> None:
-    """A line on a terminal, from the first of several processes, that the next one takes the place of and the last
-    wipes out; where the total is 0 it is not known."""
-    global _counted
-    last, now = done == total, time.monotonic()
-    if not console.is_terminal or os.environ.get("RANK", "0") != "0" or not (last or now > _counted + 0.1):
+    """Say on a terminal how far some work has come, in a line that goes when it is done; of several processes the first
+    does. A total of 0 is not known."""
+    global _status
+    if not console.is_terminal or console.quiet or os.environ.get("RANK", "0") != "0":
         return
-    _counted = now
-    text = f"{what}: {done:,}" + f" of {total:,}" * (total > 0)
-    console.print(" " * len(text) if last else text, end="\r", markup=False)
+    if _status is None:
+        _status = console.status("")
+        _status.start()
+    _status.update(escape(f"{what}: {done:,}" + f" of {total:,}" * (total > 0)))
+    if done == total:
+        stop_counting()
+
+
+def stop_counting() -> None:
+    global _status
+    if _status is not None:
+        _status.stop()
+        _status = None
 
 
 def note(text: str) -> None:

@@ -71,7 +71,7 @@ class FidMonitor:
         """Whatever may be wrong with extractor and reference shows here, not after hours of training."""
         from residua.data.arrays import cache_dir
         from residua.evaluate import FeatureCache
-        from residua.evaluate.extractor import check_no_program, open_extractor
+        from residua.evaluate.extractor import open_extractor
         from residua.evaluate.summary import keep_reference
         from residua.train.diffuse import GRID
         from residua.train.sample import check_sampling
@@ -84,7 +84,6 @@ class FidMonitor:
         assert self.machine.sample_every
         self.steps = session.steps_per_grid * max(1, round(self.machine.fid_every / self.machine.sample_every))
         chosen = check_sampling(session.model, GRID, device)
-        check_no_program(self.machine.fid_extractor)
         self.extractor = open_extractor(self.machine.fid_extractor, self.machine.fid_weights)
         self.about = describe(session.model, chosen, self.machine.fid_samples)
         guidance = f"guidance {chosen.guidance:g}" if chosen.classes else "no guidance"
@@ -95,9 +94,9 @@ class FidMonitor:
         console.print(f"[bold]fid[/]      every {self.steps:,} steps: {escape(self.how)}")
         self.options: dict[str, Any] = {
             "img_size": session.preprocessing.img_size, "device": device, "on_bad_image": self.machine.on_bad_image,
-            "cache": FeatureCache(cache_dir() / "references", note), "progress": _passing,
+            "cache": FeatureCache(cache_dir() / "references", note),
         }  # fmt: skip
-        keep_reference(train, self.extractor, **self.options)
+        keep_reference(train, self.extractor, **self.options, progress=counting)
 
     def __call__(self, step: int, model: Any) -> dict[str, float] | None:
         from residua.evaluate.generative import score
@@ -120,12 +119,6 @@ class FidMonitor:
         if self.session.run is not None:
             found.save(self.session.run / "samples" / f"step-{step:07d}-fid.json")
         return {"eval/fid" if self.extractor.inception else "eval/frechet": found.scores[0].value}
-
-
-def _passing(what: str, done: int, total: int) -> None:
-    """Images of the reference on their way through the extractor; of samples the total is not known."""
-    if total:
-        counting(what, done, total)
 
 
 def _closing_words(run: Path | None, picture: Path | None) -> None:

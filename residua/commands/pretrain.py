@@ -72,7 +72,7 @@ def _scores_while_training(model: Any, session: Pretraining, health: Health) -> 
         on_bad_image=session.machine.on_bad_image,
         accelerator=session.accelerator,
     )
-    for text in health.check_rank(report.value("entropy rank"), model.encoder.embed_dim, session.config.shortcut):
+    for text in health.check_rank(report.value("entropy rank"), model.encoder.embed_dim):
         if session.accelerator.is_main_process:
             note(text)
     return {f"eval/{s.metric.replace(' ', '_')}": s.value for s in report.scores if s.layer in (-1, report.layers[-1])}

@@ -25,12 +25,11 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from residua import lock
+from residua import disk
 from residua.data.decode import SUFFIXES
 from residua.data.errors import DataError, tell
-from residua.files import replacing
+from residua.disk import replacing, set_aside
 from residua.progress import counted
-from residua.room import set_aside
 
 T = TypeVar("T")
 
@@ -352,7 +351,7 @@ def _turn(file: Path) -> Iterator[None]:
         yield
         return
     with handle:
-        while not lock.hold(handle):
+        while not disk.hold(handle):
             time.sleep(0.05)
         yield
 

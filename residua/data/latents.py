@@ -30,7 +30,7 @@ from residua.data.autoencoder import Autoencoder
 from residua.data.errors import DataError
 from residua.data.feed import Feed, OnBadImage, Progress
 from residua.data.source import Source, fingerprint_of
-from residua.room import set_aside
+from residua.disk import set_aside
 
 _FORMAT = 1
 _AT_ONCE = 32  # images encoded at once
@@ -184,7 +184,6 @@ def new_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.memmap:
         with path.open("r+b") as file:
             set_aside(file.fileno(), path.stat().st_size)
     except OSError:
-        del rows  # Windows removes no file that is mapped
         path.unlink()
         raise
     return rows

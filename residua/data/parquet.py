@@ -23,7 +23,7 @@ from residua.data.errors import BadImage, DataError, did_you_mean, tell
 from residua.data.index import UNSURE, Hashes, cache_dir, file_stamps, fingerprint_of, settled
 from residua.data.remote import RemoteFile
 from residua.data.source import EncodedSource, Source, Splits
-from residua.files import replacing
+from residua.disk import replacing
 from residua.room import memory
 
 F = TypeVar("F")

@@ -16,7 +16,7 @@ from residua.data.errors import DataError
 from residua.data.feed import OnBadImage
 from residua.data.preprocess import to_canvas
 from residua.data.source import Source, Splits, evenly
-from residua.files import replacing
+from residua.disk import replacing
 
 _GAP = 2  # pixels between images
 

@@ -20,12 +20,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from residua import files, lock
+from residua import disk
 from residua.data.errors import DataError, tell
 from residua.data.index import Folder, Listing, cache_dir, fingerprint_of, is_image, list_elsewhere
+from residua.disk import set_aside
 from residua.missing import pip_install
 from residua.progress import counted
-from residua.room import set_aside
 
 VARIABLE = "RESIDUA_REMOTE_CACHE"
 """Environment variable: what the cache may hold, in GiB."""
@@ -357,7 +357,7 @@ def fetch(file: RemoteFile, fill: Callable[[RemoteFile, BinaryIO], None] | None 
             return target
         with on_disk(file):
             target.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), "r+b")
+            handle = os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         with handle:
             _wait_for(handle)
             if target.exists() or not _same(handle, part):
@@ -368,8 +368,6 @@ def fetch(file: RemoteFile, fill: Callable[[RemoteFile, BinaryIO], None] | None 
                         part.unlink()
                         return None
                 _tried(file.url, partial(fill or _download, file, handle))
-                if files.WINDOWS:  # renames nothing that is open
-                    handle.close()
                 part.replace(target)
             except BaseException:
                 with suppress(OSError):
@@ -430,14 +428,14 @@ def _entries() -> Iterator[tuple[Path, os.stat_result]]:
 def _abandoned(part: Path) -> bool:
     """Remove what a process that is gone began to fetch."""
     with suppress(OSError), part.open("r+b") as handle:
-        if lock.hold(handle):
+        if disk.hold(handle):
             part.unlink()
             return True
     return False
 
 
 def _wait_for(handle: BinaryIO) -> None:
-    while not lock.hold(handle):
+    while not disk.hold(handle):
         time.sleep(0.05)
 
 
@@ -460,7 +458,7 @@ def on_disk(file: RemoteFile) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = "the disk is full" if error.errno in files.FULL else str(error)
+        why = "the disk is full" if error.errno in disk.FULL else str(error)
         raise DataError(
             f"{file.url}: its {file.size:,} bytes cannot be kept in {folder()}: {why}; free some space, let the cache "
             f"hold less ({VARIABLE}, in GiB) or set RESIDUA_DATA to a folder on another disk"

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from residua import lock
+from residua import disk
 from residua.data import decode
 from residua.data.arrays import cache_dir
 from residua.data.augment import uncropped
@@ -41,7 +41,7 @@ from residua.data.errors import BadImage, DataError, tell
 from residua.data.feed import OnBadImage, Progress
 from residua.data.source import Source, Splits, Stats, Subset, evenly, fingerprint_of
 from residua.data.workers import WAY_OUT
-from residua.files import FULL, named, sync, write_text
+from residua.disk import FULL, named, sync, write_text
 from residua.room import cores
 
 SIDE = 256
@@ -229,7 +229,7 @@ def stored(
             return StoredSource(source, folder, side)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            mine = lock.claim(folder / ".lock")
+            mine = disk.claim(folder / ".lock")
         except FileNotFoundError:  # another process has just removed what it could not finish
             continue
         except OSError as error:
@@ -241,7 +241,7 @@ def stored(
                 else:
                     shutil.rmtree(folder)
             finally:
-                lock.release(folder / ".lock")
+                disk.release(folder / ".lock")
             continue
         if progress is not None and not waits:
             progress("waiting for the process that decodes images", 0, 0)
@@ -550,10 +550,10 @@ def _about(folder: Path) -> dict[str, Any]:
 def _taken(folder: Path) -> bool:
     """Whether another process makes it."""
     file = folder / ".lock"
-    if not file.exists() or lock.held(file):
+    if not file.exists() or disk.held(file):
         return False
-    if free := lock.claim(file):
-        lock.release(file)
+    if free := disk.claim(file):
+        disk.release(file)
     return not free
 
 

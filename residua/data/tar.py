@@ -29,7 +29,7 @@ from residua.data.errors import BadImage, DataError, did_you_mean, some, tell
 from residua.data.index import Hashes, cache_dir, fingerprint_of
 from residua.data.parquet import LABEL_NAMES, by_name, number_labels, split_of
 from residua.data.source import EncodedSource, Source, Splits
-from residua.files import replacing
+from residua.disk import replacing
 from residua.room import cores
 
 _IMAGES = frozenset(suffix[1:] for suffix in SUFFIXES - {".npy"})

@@ -34,9 +34,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from residua import files as on_disk
 from residua.data import Source
-from residua.room import set_aside
+from residua.disk import set_aside
 
 from .distributed import is_main
 from .reading import Column, View
@@ -164,21 +163,15 @@ class Writer:
             about["written"] = time.strftime("%Y-%m-%d %H:%M:%S")
             (self.folder / "about.json").write_text(json.dumps(about, indent=1, default=str) + "\n")
             final = self.folder.with_name(f"{time.time_ns():020d}-{secrets.token_hex(2)}")
-            if on_disk.WINDOWS:  # no folder with a mapped file in it is moved there, and no such file removed
-                self.folder.rename(final)
-                mapped = self._map(final)
-            else:  # mapped before others see it: a process that finishes the same later removes it, and the map stays
-                mapped = self._map(self.folder)
-                self.folder.rename(final)
+            # mapped before others see it: a process that finishes the same later removes it, and the map stays
+            columns = {c: np.load(self.folder / f"{_name(c)}.npy", mmap_mode="c") for c in self.columns}
+            self.folder.rename(final)
         except OSError as error:
             raise self._failed(error) from error
         for old in self.entry.passes():
             if old.name < final.name and _covered(old, files):
                 shutil.rmtree(old, ignore_errors=True)
-        return {column: torch.from_numpy(x)[:, : len(index)] for column, x in mapped.items()}
-
-    def _map(self, folder: Path) -> dict[Column, np.ndarray]:
-        return {column: np.load(folder / f"{_name(column)}.npy", mmap_mode="c") for column in self.columns}
+        return {column: torch.from_numpy(x)[:, : len(index)] for column, x in columns.items()}
 
     def abandon(self) -> None:
         for file in self.columns.values():

@@ -19,7 +19,7 @@ import torch
 
 from residua.data import Splits, load
 from residua.data.source import evenly, fingerprint_of
-from residua.files import write_text
+from residua.disk import write_text
 from residua.train.checkpoint import checkpoints, weights_file
 from residua.train.checkpoint import load as load_model
 from residua.train.config import Pretrain

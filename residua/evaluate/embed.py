@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from residua.adapt import Foreign, encoder_of
 from residua.data import DataError, Feed, Source, Splits, load
 from residua.data.feed import OnBadImage, Progress
-from residua.files import replacing
+from residua.disk import replacing
 
 from .distributed import is_main, wait_for_all
 from .features import (

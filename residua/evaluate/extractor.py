@@ -3,15 +3,12 @@
 | name | features |
 |---|---|
 | `inception` | the ones of FID and KID, see `residua.evaluate.inception` |
-| `inception-spatial` | the ones of sFID: places of an inner layer instead of their mean over the image |
 | `timm:NAME` | pooled features of a timm model, its published weights or a file's |
 | a run or checkpoint | of an encoder trained here |
-| `FILE.pt` | a TorchScript network on images of 0 to 255, such as NVIDIA's `vgg16.pt` |
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,11 +24,10 @@ from residua.data import Batch, Preprocessing
 
 from .cache import weights_hash
 from .featureset import Readout
-from .inception import FEATURES, SPATIAL_FEATURES, is_scripted_inception, load_inception
+from .inception import FEATURES, load_inception
 from .reading import EncoderReader, check_readout, resolve_layers
-from .torchscript import ScriptedTensors, is_torchscript, run_torchscript
+from .torchscript import is_torchscript
 
-SPATIAL = "inception-spatial"
 GREY = (0.299, 0.587, 0.114)
 """What the colours of an image weigh where a network sees one channel."""
 
@@ -67,62 +63,33 @@ def open_extractor(
     name: str = "inception", weights: str | Path | None = None, *, readout: Readout = "tokens", layer: int = -1
 ) -> Extractor:
     """By name, as the table above has it; `readout` and `layer` are of an encoder trained here."""
-    if name in ("inception", SPATIAL):
-        return inception_extractor(weights, spatial=name == SPATIAL)
+    if name == "inception":
+        return inception_extractor(weights)
     if name.startswith("timm:"):
         return timm_extractor(name.removeprefix("timm:"), weights)
     if weights is not None:
-        raise ValueError(f"a file of weights is for inception, {SPATIAL} and timm:NAME; {name} brings its own")
+        raise ValueError(f"a file of weights is for inception and timm:NAME; {name} brings its own")
     path = Path(name).expanduser()
     if path.is_file() and is_torchscript(path):
-        return script_extractor(path)
-    if not path.exists():
         raise ValueError(
-            f"there is no extractor {name!r}: give inception, {SPATIAL}, timm:NAME, a run, or a TorchScript file"
+            f"the extractor {name} is a TorchScript file, a program, which is not run: of the Inception of 2015-12-05 "
+            f"the numbers are read, as weights of the extractor inception (residua score --weights {name})"
         )
+    if not path.exists():
+        raise ValueError(f"there is no extractor {name!r}: give inception, timm:NAME, or a run")
     from residua.train.checkpoint import load
 
     return encoder_extractor(load(path), name, readout=readout, layer=layer)
 
 
-def check_no_program(name: str) -> None:
-    """Refuse an extractor that would run code of its file: settings of runs and sweeps may come from somebody else."""
-    path = Path(name).expanduser()
-    if path.is_file() and is_torchscript(path) and not _holds_inception(path):
-        raise ValueError(
-            f"the extractor {name} is a TorchScript file, a program, which training and sweeps do not run, as their "
-            "settings may come from somebody else: score samples afterwards, residua score SAMPLES --extractor FILE"
-        )
-
-
-def _holds_inception(path: Path) -> bool:
-    try:
-        return is_scripted_inception(ScriptedTensors(path))
-    except ValueError:
-        return False
-
-
-def inception_extractor(weights: str | Path | None = None, *, spatial: bool = False) -> Extractor:
-    """The one of FID, or with `spatial` of sFID."""
-    model = load_inception(weights, spatial)
+def inception_extractor(weights: str | Path | None = None) -> Extractor:
+    """The one of FID."""
+    model = load_inception(weights)
     about: dict[str, Any] = {"input": "TensorFlow 1 bilinear to 299 px", "features": FEATURES}
-    if spatial:
-        about |= {"features": SPATIAL_FEATURES, "order": "row, column, channel"}
-    where = " at mixed_6/conv" if spatial else ""
     if model.published:
-        return Extractor(f"Inception 2015-12-05{where}", model, "sFID" if spatial else "FID", about)
+        return Extractor("Inception 2015-12-05", model, "FID", about)
     warning = f"{weights} does not hold the weights of 2015-12-05: this distance is comparable with no published FID"
-    name = f"Inception with weights {Path(str(weights)).name}{where}"
-    return Extractor(name, model, about=about, notes=(warning,))
-
-
-def script_extractor(path: Path) -> Extractor:
-    """A TorchScript file, which is a program that gets run; of the Inception of FID the numbers alone are read."""
-    if _holds_inception(path):
-        return inception_extractor(path)
-    script = run_torchscript(path)
-    digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-    return Extractor(f"TorchScript {path.name}", _Scripted(script), about={"file": digest})
+    return Extractor(f"Inception with weights {Path(str(weights)).name}", model, about=about, notes=(warning,))
 
 
 def encoder_extractor(
@@ -188,21 +155,6 @@ class _Prepared(nn.Module):
         sizes[:, 1] = images.shape[3]
         batch = Batch(images, sizes, torch.arange(len(images), device=images.device))
         return self.compute(p.view(batch)).flatten(1)
-
-
-class _Scripted(nn.Module):
-    """Sees images of 0 to 255 in float32, as NVIDIA's metrics do, with `return_features` where there is that switch."""
-
-    def __init__(self, script: nn.Module) -> None:
-        super().__init__()
-        self.script = script
-        self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)  # tells the device where the script has nothing
-        forward: Any = script.forward
-        names = [argument.name for argument in forward.schema.arguments]
-        self.options = {"return_features": True} if "return_features" in names else {}
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.script(images.float(), **self.options).flatten(1)
 
 
 def _side(pre: Preprocessing) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.data import Feed, Splits, load
-from residua.files import write_text
+from residua.disk import write_text
 from residua.train.classify import Classification, check_labels, prepare
 from residua.train.finetune_config import Finetune
 from residua.train.loop import Hooks

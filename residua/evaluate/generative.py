@@ -24,10 +24,10 @@ from residua.data import DataError, Source, Splits
 from residua.data.arrays import ArraySource
 from residua.data.augment import ImgSize
 from residua.data.feed import OnBadImage, Progress
-from residua.files import write_text
+from residua.disk import write_text
 
 from .distributed import world
-from .extractor import SPATIAL, Extractor, open_extractor
+from .extractor import Extractor, open_extractor
 from .features import Cache, open_cache, pick_split
 from .featureset import Readout
 from .fid import Statistics, check_neighbors, frechet_distance, inception_score, kernel_distance, precision_recall
@@ -37,8 +37,6 @@ from .summary import Settings, Summary, exactly, published_statistics, summarize
 Metric = Literal["fid", "kid", "prc", "isc"]
 METRICS = ("fid", "kid", "prc", "isc")
 PARTS = 10  # of the samples, for the Inception score
-STATISTICS = {"FID": ("mu", "sigma"), "sFID": ("mu_s", "sigma_s")}
-"""Names under which files of statistics have them."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +146,8 @@ def score(
 
     `samples` are a folder, a `.npz` or `.npy` file, a data source, what `residua.sample` returns, or batches of uint8
     (B, 3, H, W) as a model makes them; `reference` is any of the first three, or a `.npz` file of statistics (`mu`,
-    `sigma`; of sFID `mu_s`, `sigma_s`) where FID alone is asked for. Images are compared at the size they have;
-    `img_size` brings all but batches to another (see `Pictures`).
+    `sigma`) where FID alone is asked for. Images are compared at the size they have; `img_size` brings all but batches
+    to another (see `Pictures`).
 
     `metrics`: "fid", "kid" (over `subsets` of `subset_size` images, drawn by `seed`), "prc", precision and recall
     with `k` neighbours, and "isc", the Inception score, which alone needs no reference. `limit` takes so many images,
@@ -170,10 +168,9 @@ def score(
     _told(samples)  # a damaged description is refused now
     pictures = partial(_pictures, seed=seed, img_size=img_size)
     ours = pictures(samples, split, limit) if isinstance(samples, str | Source | Tensor) else samples
-    names = STATISTICS["sFID" if extractor == SPATIAL or getattr(extractor, "frechet", "") == "sFID" else "FID"]
     theirs = None
     if reference is not None and protocol.compares:
-        theirs = published_statistics(reference, names) or pictures(reference, reference_split, reference_limit)
+        theirs = published_statistics(reference) or pictures(reference, reference_split, reference_limit)
     net = extractor
     if isinstance(net, str):
         net = open_extractor(net, weights, readout=readout, layer=layer)
@@ -329,7 +326,7 @@ def _first(batches: Iterable[Tensor], limit: int | None) -> Iterator[Tensor]:
 
 
 def _check_statistics(stored: Statistics, net: Extractor, protocol: _Protocol, file: str) -> None:
-    if protocol.both or net.frechet not in STATISTICS:
+    if protocol.both or not net.inception:
         raise DataError(f"{file} holds a mean and a covariance of Inception's features: good for FID, nothing else")
     given, expected = len(stored.mean), net.about.get("features", len(stored.mean))
     if given != expected:

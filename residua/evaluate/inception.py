@@ -24,8 +24,6 @@ URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights
 """torch-fidelity's conversion of the graph; pytorch-fid distributes the same file. Its name ends with its hash."""
 INPUT_SIZE = 299
 FEATURES = 2048
-_SPATIAL = 7  # channels of a map of 17 x 17
-SPATIAL_FEATURES = _SPATIAL * 17 * 17
 _CLASSES = 1008  # of the 2015 graph; later Inceptions have 1000 or 1001
 _BN_EPS = 1e-3
 _ABSOLUTE_SUM = 924932.07  # of the published weights, folded into their convolutions
@@ -37,14 +35,10 @@ Branch: TypeAlias = Sequence[Conv | list[Conv] | str]
 
 
 class Inception(nn.Module):
-    """uint8 images (B, 3, H, W) of any size -> float32 features (B, 2048), the ones called `pool3`.
+    """uint8 images (B, 3, H, W) of any size -> float32 features (B, 2048), the ones called `pool3`."""
 
-    With `spatial` those of sFID (Nash et al. 2021), (B, 2023): the first seven channels of the map `mixed_6/conv`.
-    """
-
-    def __init__(self, spatial: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.spatial = spatial
         self.classifier: Tensor | None = None
         """Weights (1008, 2048) that make logits of `pool3`, where the file holds them: no part of the network, so that
         files with and without them are the same one."""
@@ -72,9 +66,6 @@ class Inception(nn.Module):
     def forward_features(self, x: Tensor) -> Tensor:
         """From images (B, 3, 299, 299) scaled to [-1, 1)."""
         for name, layer in self.named_children():
-            if self.spatial and name == "Mixed_6d":
-                x = F.relu(self.Mixed_6d["branch1x1"](x))[:, :_SPATIAL]
-                return x.permute(0, 2, 3, 1).flatten(1).float()  # place by place, as files of statistics have them
             x = layer(x) if isinstance(layer, Block) else F.relu(layer(x), inplace=True)
             if name in ("Conv2d_2b_3x3", "Conv2d_4a_3x3"):
                 x = F.max_pool2d(x, 3, stride=2)
@@ -212,7 +203,7 @@ def resize_tf1(x: Tensor, height: int, width: int) -> Tensor:
 # ---------------------------------------------------------------- weights
 
 
-def load_inception(weights: str | Path | None = None, spatial: bool = False) -> Inception:
+def load_inception(weights: str | Path | None = None) -> Inception:
     """The network with weights from a file, or downloaded once where none is named.
 
     Files: the `.pth` of torch-fidelity and pytorch-fid, or a TorchScript file of the same network
@@ -220,16 +211,16 @@ def load_inception(weights: str | Path | None = None, spatial: bool = False) -> 
     are read, without running any code in it.
     """
     if weights is None:
-        return _from_state(_download(), URL, spatial)
+        return _from_state(_download(), URL)
     path = Path(weights).expanduser()
     if not path.is_file():
         raise ValueError(f"there are no Inception weights at {path}; {_WHERE}")
     if not is_torchscript(path):
-        return _from_state(read_state(path), str(path), spatial)
+        return _from_state(read_state(path), str(path))
     tensors = ScriptedTensors(path)
-    if not is_scripted_inception(tensors):
+    if not _is_inception(tensors):
         raise ValueError(f"{path} is a TorchScript file, but not of the Inception of 2015-12-05; {_WHERE}")
-    return _from_script(tensors, str(path), spatial)
+    return _from_script(tensors, str(path))
 
 
 _WHERE = (
@@ -249,15 +240,15 @@ def _download() -> dict[str, Tensor]:
         raise ValueError(f"the Inception weights could not be downloaded from {URL} ({error}); {_WHERE}") from error
 
 
-def is_scripted_inception(tensors: ScriptedTensors) -> bool:
+def _is_inception(tensors: ScriptedTensors) -> bool:
     parts = ("mixed", "mixed_10")
     return all(any(name.endswith(f"layers.{part}.conv.weight") for name in tensors.found) for part in parts)
 
 
-def _from_script(tensors: ScriptedTensors, what: str, spatial: bool) -> Inception:
+def _from_script(tensors: ScriptedTensors, what: str) -> Inception:
     """They come in the order of this network's layers: weight, beta, mean and var of each."""
     found = [name.removesuffix(".weight") for name in tensors.found if "layers." in name and name.endswith(".weight")]
-    model = Inception(spatial)
+    model = Inception()
     convolutions = model.convolutions()
     if len(found) != len(convolutions):
         raise ValueError(f"{what}: {len(found)} convolutions, expected {len(convolutions)}")
@@ -269,8 +260,8 @@ def _from_script(tensors: ScriptedTensors, what: str, spatial: bool) -> Inceptio
     return model.eval().requires_grad_(False)
 
 
-def _from_state(state: dict[str, Tensor], what: str, spatial: bool) -> Inception:
-    model = Inception(spatial)
+def _from_state(state: dict[str, Tensor], what: str) -> Inception:
+    model = Inception()
     convolutions = model.convolutions()
     missing = [name for name in convolutions if f"{name}.conv.weight" not in state]
     if missing:

@@ -1,7 +1,7 @@
 """The two elementwise halves of a step of many linear classifiers, each one pass over memory on a GPU.
 
 With 8 heads of 1,000 classes a batch of 5,120 has 41 million logits: reading them again for every operation of a
-softmax would cost more than the matrix products. Without Triton (CPU, Windows) the same is done by PyTorch.
+softmax would cost more than the matrix products. Without Triton (CPU) the same is done by PyTorch.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -112,7 +112,7 @@ def open_images(spec: str, split: Split | None = None) -> Source:
     images unless told otherwise. Arrays are uint8 (N, H, W, 3), in a `.npz` under `arr_0` or as its only one.
     """
     path = Path(spec.removeprefix("folder:")).expanduser()
-    if is_array(spec, path):
+    if is_array(spec):
         return _open_array(path)
     if (path / "checkpoints").is_dir():
         raise DataError(f"{spec} is a run, not images: give a folder, a .npz or .npy file, or a source of images")
@@ -127,9 +127,9 @@ def open_images(spec: str, split: Split | None = None) -> Source:
     return source
 
 
-def is_array(spec: str, path: PurePath) -> bool:
-    """Whether images are named by the `path` of an array; a colon that belongs to no drive names another source."""
-    return path.suffix.lower() in (".npz", ".npy") and ":" not in spec.removeprefix(path.drive)
+def is_array(spec: str) -> bool:
+    """Whether images are named by the path of an array; a colon names another source."""
+    return Path(spec).suffix.lower() in (".npz", ".npy") and ":" not in spec
 
 
 def open_samples(folder: Path, n: int) -> Source:

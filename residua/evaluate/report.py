@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
-from residua.files import write_text
+from residua.disk import write_text
 
 from .neighbors import Neighbors
 

@@ -21,7 +21,7 @@ from residua.data.augment import CropMode
 from residua.data.preprocess import to_canvas
 from residua.data.preview import save_picture
 from residua.data.source import evenly
-from residua.files import write_text
+from residua.disk import write_text
 
 from .report import NOTHING
 

@@ -23,7 +23,7 @@ from residua.data import Batch, DataError, Feed, Preprocessing, Source
 from residua.data.arrays import read_npz
 from residua.data.augment import ImgSize
 from residua.data.feed import OnBadImage, Progress
-from residua.files import replacing
+from residua.disk import replacing
 
 from .cache import CacheError, Entry, FeatureCache, checksum
 from .extractor import Extractor
@@ -245,18 +245,17 @@ def _checksum(count: int, mean: np.ndarray, cov: np.ndarray) -> str:
     return f"{count} images, {checksum(np.vstack([mean, cov]))}"
 
 
-def published_statistics(spec: object, names: tuple[str, str] = ("mu", "sigma")) -> Statistics | None:
-    """Mean and covariance that others computed: a `.npz` file with these names; None where it is anything else."""
+def published_statistics(spec: object) -> Statistics | None:
+    """Mean and covariance that others computed: a `.npz` file of `mu` and `sigma`; None where it is anything else."""
     if not isinstance(spec, str) or Path(spec).suffix != ".npz" or not Path(spec).expanduser().is_file():
         return None
     try:
-        mean, cov = (read_npz(Path(spec).expanduser(), name) for name in names)
+        mean, cov = (read_npz(Path(spec).expanduser(), name) for name in ("mu", "sigma"))
         if mean is None or cov is None:
             return None
         mean, cov = np.asarray(mean, np.float64), np.asarray(cov, np.float64)
     except Exception as error:  # whatever a damaged archive makes of itself
         raise DataError(f"{spec} cannot be read, it may be damaged: {first_line(error)}") from error
     if mean.ndim != 1 or cov.shape != (len(mean), len(mean)):
-        raise DataError(f"{spec}: {names[0]} of shape {mean.shape} and {names[1]} of {cov.shape} are no mean and "
-                        "covariance")  # fmt: skip
+        raise DataError(f"{spec}: mu of shape {mean.shape} and sigma of {cov.shape} are no mean and covariance")
     return Statistics(0, torch.from_numpy(mean), torch.from_numpy(cov))

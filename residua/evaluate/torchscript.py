@@ -1,4 +1,4 @@
-"""TorchScript files: the tensors in one, read without running it, and the program that it is.
+"""The tensors in a TorchScript file, which is a program, read without running it.
 
 Such a file is a zip archive: code, a pickle `data.pkl` of the modules and their tensors, and the numbers of each tensor
 in a record of its own, `data/0`, `data/1`, ...
@@ -9,14 +9,13 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _LARGEST = 2**24  # bytes of a record; the Inception's largest has half of it in float32
 _TENSOR = "torch._utils._rebuild_tensor_v2"
@@ -34,16 +33,6 @@ def is_torchscript(path: Path) -> bool:
         return False
     with zipfile.ZipFile(path) as archive:
         return any("/code/" in name for name in archive.namelist())
-
-
-def run_torchscript(path: Path) -> nn.Module:
-    """The network of a file. Merely loading it runs code that it brings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that TorchScript is no longer developed; its files stay in use
-        try:
-            return torch.jit.load(path, map_location="cpu").eval()
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read as TorchScript: {error}") from error
 
 
 class ScriptedTensors:

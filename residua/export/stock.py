@@ -15,9 +15,9 @@ from residua.adapt.folder import CROP, CROP_MODE, EACH, FINAL_NORM
 from residua.adapt.names import written
 from residua.data import Preprocessing
 from residua.data.augment import uncropped
+from residua.disk import readable
 from residua.export.clean import Export
 from residua.export.fold import ExportError, Folded, fold_resnet, fold_vit, single_eps_difference
-from residua.files import readable
 from residua.nn import MAE, Classifier, ResNet, ViT, encoder_of
 
 FILES = ("model.safetensors", "config.json", "preprocessor_config.json")

@@ -16,10 +16,10 @@ import numpy as np
 import yaml
 from scipy import stats
 
+from residua.disk import write_text
 from residua.evaluate import Report
 from residua.evaluate.diffusion import best
 from residua.evaluate.report import MODEL
-from residua.files import write_text
 from residua.recipes.sweep import Sweep
 from residua.recipes.trial import Trial, same_value, text_of
 from residua.report.runs import NotARun, headline, read_config, read_run

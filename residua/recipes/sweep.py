@@ -25,8 +25,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from residua.files import write_text
-from residua.lock import claim, hold
+from residua.disk import claim, hold, write_text
 from residua.recipes.arguments import INSTEAD, Kind, read, value_of
 from residua.recipes.trial import Trial, name_before, same_value, text_of, trained
 from residua.room import cores

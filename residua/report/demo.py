@@ -23,10 +23,10 @@ from residua.anatomy.mixing import Mixing, mixing
 from residua.anatomy.study import Anatomy, Look, study
 from residua.data import Splits
 from residua.data import load as load_data
+from residua.disk import write_text
 from residua.evaluate import Report
 from residua.evaluate.maps import sample_images
 from residua.evaluate.report import PIXELS, RANDOM
-from residua.files import write_text
 from residua.nn import MAE
 from residua.report import gallery
 from residua.report.anatomy import alignment_grid, share_bars

@@ -19,7 +19,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from residua import __version__
-from residua.files import write_text
+from residua.disk import write_text
 from residua.report.figures import INK
 
 _ASSETS = Path(__file__).parent

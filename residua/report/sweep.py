@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from residua.report import curves
 from residua.report.figures import REFERENCE, finish, label, new_axes, run_styles, styled
@@ -55,7 +53,7 @@ def sweep_page(
 # ---------------------------------------------------------------- tables
 
 
-def _score_rows(summaries: Sequence[Any]) -> Rows:
+def score_rows(summaries: Sequence[Any]) -> Rows:
     """One row a setting, one column a score; no ranks where nothing ranks."""
     names, scores = _names(summaries), _scores_of(summaries)
     ranked = _ranked_by(summaries)
@@ -71,7 +69,7 @@ def _score_rows(summaries: Sequence[Any]) -> Rows:
     return [*names, "seeds", "images seen", *(["rank"] if ranked else []), *scores.values()], rows, len(names)
 
 
-def _difference_rows(summaries: Sequence[Any]) -> Rows:
+def difference_rows(summaries: Sequence[Any]) -> Rows:
     """The same of differences to the baseline, with the number n of their seeds; no rows where there are none."""
     found = [s for s in summaries if s.difference is not None]
     names, scores = _names(summaries), _scores_of(found)
@@ -92,10 +90,9 @@ def _ranked_by(summaries: Sequence[Any]) -> str:
     return next((name for name in names if name.startswith(("linear probe", "accuracy"))), "".join(names[:1]))
 
 
-def _ranking_note(summaries: Sequence[Any]) -> str:
-    """What the ranks are of, or why there are none."""
-    score = _ranked_by(summaries)
-    if score:
+def ranking_note(summaries: Sequence[Any], score: str = "each score") -> str:
+    """What the ranks are by, or why there are none."""
+    if _ranked_by(summaries):
         data, budgets = ({s.settings.get("data") for s in summaries}, {s.images for s in summaries})
         among = " of the same data" * (len(data) > 1) + " that saw as many images" * (len(budgets) > 1)
         return f"rank: by {score}" + (f", among settings{among}" if among else "")
@@ -140,92 +137,18 @@ def _by_group(summaries: Sequence[Any]) -> dict[Group, dict[str, Any]]:
     return found
 
 
-# ---------------------------------------------------------------- tables in a terminal, as wide as it is unless told
-
-
-def score_rows(summaries: Sequence[Any], width: int | None = None) -> Rows:
-    """Scores by setting, in a form that fits; where none does, of the foremost scores alone."""
-    width = width or Console().width
-    return _fit(_score_rows(_shown(summaries, width)), width)
-
-
-def difference_rows(summaries: Sequence[Any], width: int | None = None) -> Rows:
-    """The same of differences to the baseline; no rows where there are none."""
-    width = width or Console().width
-    return _fit(_difference_rows(_shown(summaries, width)), width)
-
-
-def ranking_note(summaries: Sequence[Any], width: int | None = None) -> str:
-    """What the ranks are of, and which scores found no room."""
-    shown = {s.score for s in _shown(summaries, width or Console().width)}
-    hidden = ", ".join(score for score in _scores_of(summaries) if score not in shown)
-    return "; ".join(filter(None, [_ranking_note(summaries), hidden and f"on the page and in summary.csv: {hidden}"]))
-
-
-def _shown(summaries: Sequence[Any], width: int) -> Sequence[Any]:
-    """All scores where a table of them fits, else the foremost: the one that ranks, the others with ranks, the rest."""
-    ranked, placed = _ranked_by(summaries), {s.score for s in summaries if s.rank is not None}
-    order = sorted(_scores_of(summaries), key=lambda score: (score != ranked, score not in placed))
-    for count in range(len(order), 1, -1):
-        shown = [s for s in summaries if s.score in order[:count]]
-        if _width(_fit(_score_rows(shown), width)) <= width:
-            return shown
-    return [s for s in summaries if s.score in order[:1]]
-
-
-def _fit(table: Rows, width: int) -> Rows:
-    """The first that fits: as it is, with a column for each setting, or with headings of several lines."""
-    if not table[1] or _width(table) <= width:
-        return table
-    turned = _turned(table, width)
-    return turned if _width(turned) <= width else _narrow(table)
-
-
-def _narrow(table: Rows) -> Rows:
-    """Headings broken between words, where they are wider than what stands below."""
-    header, rows, first = table
-    widest = [max((len(_text(row[i])) for row in rows), default=0) for i in range(len(header))]
-    return list(map(_wrap, header, widest)), rows, first
-
-
-def _turned(table: Rows, width: int) -> Rows:
-    """Scores in rows, settings in columns, the scores' names broken where that makes room."""
-    header, rows, first = table
-    settings = ["\n".join(map(_text, row[:first])) or "all runs" for row in rows]
-    values = [[row[i] for row in rows] for i in range(first, len(header))]
-    room = width - _width((settings, values, 0)) - 3
-    names = [_wrap(name, room) for name in header[first:]]
-    return ["\n".join(header[:first]), *settings], [[name, *row] for name, row in zip(names, values)], 1
-
-
-def _wrap(text: str, width: int) -> str:
-    """Lines of whole words."""
-    return "\n".join(textwrap.wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False))
-
-
-def _width(table: Rows) -> int:
-    """Of a table as it is printed: two spaces and a line beside each column, and a line at the end."""
-    header, rows, _ = table
-    columns = ([name, *(_text(row[i]) for row in rows)] for i, name in enumerate(header))
-    return 1 + sum(3 + max(len(line) for text in column for line in text.split("\n")) for column in columns)
-
-
-def _text(cell: str | Cell) -> str:
-    return cell if isinstance(cell, str) else cell.text
-
-
 # ---------------------------------------------------------------- parts of the page
 
 
 def _scores(page: Page, summaries: Sequence[Any]) -> None:
     page.heading("Scores")
-    header, rows, first = _score_rows(summaries)
-    page.table(header, rows, caption=_ranking_note(summaries), numbers=first)
+    header, rows, first = score_rows(summaries)
+    page.table(header, rows, caption=ranking_note(summaries, _ranked_by(summaries)), numbers=first)
     _figures(page, summaries, "score")
 
 
 def _differences(page: Page, summaries: Sequence[Any], baseline: Mapping[str, str]) -> None:
-    header, rows, first = _difference_rows(summaries)
+    header, rows, first = difference_rows(summaries)
     if not rows:
         return
     page.heading("Against the baseline")

@@ -39,7 +39,7 @@ from residua.adapt.folder import (
 from residua.adapt.names import read_weights
 from residua.data import Preprocessing
 from residua.data.autoencoder import LatentSpace
-from residua.files import readable, sync
+from residua.disk import readable, sync
 from residua.nn import MAE, Classifier, Network
 from residua.nn.diffusion import VP, Flow, make_process, process_config
 from residua.nn.weights import infer_config, load_weights, translate
@@ -322,29 +322,24 @@ def check_model(checkpoint: Path, model: nn.Module, *, ema: bool) -> None:
 
 
 def initialize(model: nn.Module, path: str | Path) -> None:
-    """Start `model` from other weights: the encoder, and the decoder where it is the same; else a warning says so.
+    """Start `model` from other weights of its architecture; where they have no decoder, a warning says so.
 
     Alphas are the model's own, but for learned ones, which go on from those of the weights.
     """
     file = weights_file(Path(path).expanduser())
     state = {k: v for k, v in translate(read_state(file)).items() if k.startswith(("encoder.", "decoder."))}
     own = model.state_dict()
-    same = {k for k in state if k.startswith("decoder.")} == {k for k in own if k.startswith("decoder.")}
-    placed = {"decoder.pos_embed"}  # goes with the size of images, and is not learned
-    same = same and all(state[k].shape == own[k].shape for k in state if k.startswith("decoder.") and k not in placed)
-    anew = {k: v for k, v in own.items() if k.startswith("encoder.norm.") and k not in state}
+    alone = not any(k.startswith("decoder.") for k in state)
+    unused = any(k.startswith("encoder.norm.") and k not in own for k in state)
+    anew = {k: v for k, v in own.items() if alone and k.startswith("encoder.norm.") and k not in state}
     state |= anew  # a final norm that the other does without
     if "encoder.shortcut.alpha" not in dict(model.named_parameters()):  # a schedule: this run's, not the other's
         state.pop("encoder.shortcut.alpha", None)
-    load_weights(model, state if same else {k: v for k, v in state.items() if not k.startswith("decoder.")},
-                 what=str(file), encoder_only=not same)  # fmt: skip
-    if not same:
-        there = any(k.startswith("decoder.") for k in state)
-        unused = any(k.startswith("encoder.norm.") and k not in own for k in state)
+    load_weights(model, state, what=str(file), encoder_only=alone)
+    if alone:
         norm = ", but for its final norm" if unused else ", with a new final norm" if anew else ""
-        decoder = "its decoder is of another kind or size" if there else "it has no decoder"
         warnings.warn(
-            f"{file}: encoder taken{norm}; {decoder}, so this model's starts anew",
+            f"{file}: encoder taken{norm}; it has no decoder, so this model's starts anew",
             stacklevel=2,
         )
 

@@ -120,9 +120,6 @@ class Labelling(Augmentation):
 class Classification(Session[Finetune, Any]):
     """A classifier about to be trained; its model is a `Classifier`, a `ResNet` or a `UniformNet`."""
 
-    def _calmer(self) -> list[str]:
-        return super()._calmer() if self.from_scratch else []  # a trained network keeps its shortcuts
-
     @property
     def from_scratch(self) -> bool:
         name = self.config.network.model

@@ -80,8 +80,8 @@ class PretrainOptim(OptimConfig):
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's."""
     init: str | None = None
-    """Start from these weights: a run, a checkpoint, or a published MAE file. Sizes, patch size and shortcuts that are
-    not given are then those of its model, of a published file alpha 1; with other shortcuts features change at once."""
+    """Start from these weights: a run, a checkpoint, or a published MAE file. Sizes, patch size, decoder and shortcuts
+    are then those of its model, of a published file alpha 1; with other shortcuts features change at once."""
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,6 @@ def views_of(config: Diffuse) -> Crops:
 class Diffusion(Session[Diffuse, Any]):
     """A diffusion model about to be trained."""
 
-    def _calmer(self) -> list[str]:
-        return ["--zero-init True"] * (self.config.model.zero_init is False) + super()._calmer()
-
     def objective(self) -> Objective:
         device, model, labels = self.accelerator.device, self.model, None
         if model.num_classes is not None:

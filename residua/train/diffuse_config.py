@@ -102,8 +102,7 @@ class DiffuseMachine(MachineConfig):
     fid_samples: int = 10_000
     """Images that such a FID is of."""
     fid_extractor: str = "inception"
-    """Network whose features it is measured in: inception, or what else residua score --extractor takes; a TorchScript
-    file of another network is a program, and is not run here."""
+    """Network whose features it is measured in: inception, or what else residua score --extractor takes."""
     fid_weights: str | None = None
     """File of its weights; default: downloaded."""
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from residua.adapt import shortcuts
 from residua.data import Batch, Feed, Order
-from residua.files import named
+from residua.disk import named
 from residua.train import checkpoint as ckpt
-from residua.train.health import Health, any_of, memory_savers
+from residua.train.health import Health
 from residua.train.machine import autocast, peak_flops
 from residua.train.metrics import Record, append_metrics, read_metrics, replace_metrics, truncate_metrics
 from residua.train.optim import (
@@ -95,10 +95,9 @@ class Loop:
         run: Path | None = None,
         hooks: Hooks | None = None,
         groups: Groups | None = None,
-        remedies: str = "a smaller --lr or --clip 1.0",
     ) -> None:
         self.bare, self.objective, self.feed, self.settings = model, objective, feed, settings
-        self.accelerator, self.run, self.hooks, self.remedies = accelerator, run, hooks or Hooks(), remedies
+        self.accelerator, self.run, self.hooks = accelerator, run, hooks or Hooks()
         self.device = accelerator.device
         world = accelerator.num_processes
         self.order = Order(len(feed), settings.batch_size, settings.seed, accelerator.process_index, world)
@@ -188,7 +187,7 @@ class Loop:
                 if not self._splits():
                     raise TrainingStopped(
                         f"out of memory with {self.micro} images at once at step {self.step:,}: "
-                        f"try {any_of([*self._savers(), 'a smaller model'])}"
+                        "try --grad-checkpointing, a smaller model or, with several processes, a smaller --micro-batch"
                     ) from error
             self.micro = self._whole(-(-self.micro // 2))
             self.recorded = None  # accumulated steps are not replayed
@@ -204,9 +203,6 @@ class Loop:
     def _splits(self) -> bool:
         """Whether the run goes on with fewer images at once where memory runs out."""
         return self.accelerator.num_processes == 1 and self.micro > self.together
-
-    def _savers(self) -> list[str]:
-        return memory_savers(self.bare, self.micro if self.micro > self.together else None)
 
     def _set_rates(self) -> None:
         """The learning rate of every group; on CUDA as tensors, so that a recorded step reads today's."""
@@ -306,7 +302,7 @@ class Loop:
         if self.feed.skipped:
             record["skipped_images"] = self.feed.skipped
         share = (self.feed.wait_seconds - waited) / seconds
-        found = self.health.check(self.step, record["loss"], share, self.device, self._splits(), self._savers())
+        found = self.health.check(self.step, record["loss"], share, self.device, self._splits())
         for message in found:
             self.hooks.on_message(message)
         return record
@@ -316,7 +312,7 @@ class Loop:
         raise TrainingStopped(
             f"{what} at step {step + 1:,}, learning rate {learning_rate(step, self.settings):.2e}. "
             + (f"The last good checkpoint is {kept[-1]}. " if kept else "No checkpoint was written before. ")
-            + f"Try {self.remedies}."
+            + "Try a smaller --lr, --clip 1.0 or, where shortcuts fade, a larger --alpha-min."
         )
 
     def _look(self) -> Record:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from residua.files import write_text
+from residua.disk import write_text
 from residua.train import checkpoint as ckpt
 
 Record = dict[str, Any]

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hin
 import yaml
 
 from residua.adapt.names import is_name
-from residua.files import write_text
+from residua.disk import write_text
 from residua.nn.shortcut import Branches, Control, Decay, Per, Schedule
 
 Auto = Literal["auto"]
@@ -63,12 +63,6 @@ class ShortcutConfig:
     def decay(self) -> dict[str, Any]:
         """The keywords of `Decay` among these."""
         return {f.name: getattr(self, f.name) for f in fields(Decay)}
-
-    def fades_by(self) -> str | None:
-        """The option by which shortcuts fade, of settings that leave nothing open; None where they do not."""
-        if self.alpha_eff not in (None, 1.0):
-            return "--alpha-eff"
-        return "--alpha-min" if self.alpha_min != 1.0 else None
 
 
 @dataclass(frozen=True)

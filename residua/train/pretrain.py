@@ -57,11 +57,6 @@ class Reconstruction(Augmentation):
 class Pretraining(Session[Pretrain, MAE]):
     """A masked autoencoder about to be trained."""
 
-    def _calmer(self) -> list[str]:
-        m, o = self.config.model, self.config.optim
-        fresh = o.init is None and m.encoder_weights == "random"  # trained branches stay as they are
-        return ["--zero-init True"] * (fresh and m.zero_init is False) + super()._calmer()
-
     def objective(self) -> Objective:
         return Reconstruction(self.config, self.preprocessing, self.model.num_patches, self.accelerator.device)
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from residua.data import Preprocessing, mixing, rng
 from residua.data.autoencoder import open_autoencoder
-from residua.files import replacing
+from residua.disk import replacing
 from residua.nn import SiT, UViT
 from residua.nn.diffusion import SAMPLERS, VP, Denoiser, Process, Steps, clipped, guided, times
 

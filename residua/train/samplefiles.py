@@ -1,4 +1,6 @@
-"""Samples on disk: a folder of PNG files, one .npz file, or one picture. Stopped anywhere, the same call goes on.
+"""Samples on disk: a folder of PNG files, one .npz file, or one picture.
+
+A folder that was stopped anywhere is gone on with, and grows; a .npz file is there whole or not at all.
 
 How samples came about is kept with them: OUT/samples.json, `about` in OUT.npz, or OUT.png.json (`described`).
 """
@@ -8,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from residua.data import DataError
 from residua.data.arrays import read_npz
 from residua.data.latents import new_array
-from residua.files import FULL, replacing, write_text
+from residua.disk import FULL, replacing, write_text
 from residua.train.sample import (
     Progress,
     Sampling,
@@ -38,7 +39,6 @@ from residua.train.sample import (
     within,
 )
 
-_PARTS = ".parts"  # ends the folder of an unfinished .npz
 _OTHER = (".npy", ".jpg", ".jpeg", ".webp", ".gif", ".zip", ".tar", ".pt")  # what is no folder, and not written
 _ABOUT = 16 << 20  # bytes of a description, at most
 _FREE = {"n", "checkpoint", "autoencoder"}  # may change as a set grows: how many, and where things lie
@@ -73,37 +73,17 @@ class Folder:
 
 
 class Rows:
-    """Rows of a memory-mapped array, and a flag for each that says it is there."""
+    """Rows of an array (n, H, W, C) in a file that several processes write to."""
 
-    def __init__(self, path: Path, shape: tuple[int, ...], create: bool) -> None:
-        images, done = path / "images.npy", path / "done.npy"
-        if create and not done.exists():
-            new_array(images, np.uint8, shape).flush()
-            with replacing(done) as part, part.open("wb") as file:
-                np.save(file, np.zeros(shape[0], bool))
-        if done.exists():
-            self.images, self.done = _mapped(images, np.uint8, shape), _mapped(done, np.bool_, shape[:1])
+    def __init__(self, file: Path) -> None:
+        self.images = np.lib.format.open_memmap(file, mode="r+")
 
     def missing(self) -> np.ndarray:
-        return np.flatnonzero(~self.done)
+        return np.arange(len(self.images))
 
     def put(self, index: np.ndarray, images: Tensor) -> None:
         self.images[index] = images.permute(0, 2, 3, 1).numpy()
         self.images.flush()
-        self.done[index] = True
-        self.done.flush()
-
-
-def _mapped(file: Path, dtype: Any, shape: tuple[int, ...]) -> np.memmap:
-    """An array to write to, if it is all there: one cut short would be filled up with zeros."""
-    try:
-        found = np.load(file, mmap_mode="r", allow_pickle=False)
-        whole = (found.dtype, found.shape) == (dtype, shape)
-    except Exception:  # whatever a damaged file makes of itself
-        whole = False
-    if not whole:
-        raise _damaged(file)
-    return np.lib.format.open_memmap(file, mode="r+")
 
 
 def write_samples(
@@ -121,8 +101,9 @@ def write_samples(
     """`n` samples as a folder of PNGs, as `OUT.npz` (`arr_0` uint8 (n, H, W, C), `labels` where images have one), or
     as one picture `OUT.png`. Several processes share the work.
 
-    What is there already is not made again; a folder or `.npz` gets what it lacks. How the samples came about is kept
-    with them (see `described`), with whatever `about` adds; samples of other weights or settings are never mixed in.
+    What is there already is not made again: a folder gets what it lacks, a `.npz` of fewer samples is refused. How the
+    samples came about is kept with them (see `described`), with whatever `about` adds; samples of other weights or
+    settings are never mixed in.
     """
     path = Path(out).expanduser()
     check_numbers(n, 0, batch_size)
@@ -153,7 +134,7 @@ def write_samples(
             raise
         raise ValueError(
             f"{path}: there is no room for {n:,} samples ({error.strerror}): free some space and run the same again, "
-            "which goes on from what is there, or choose another place (residua sample --out)"
+            "or choose another place (residua sample --out)"
         ) from error
     return path
 
@@ -173,11 +154,6 @@ def check_place(path: Path, model: Any) -> None:
     channels = model.preprocessing.in_chans
     if kind != ".npz" and channels not in (1, 3):
         raise ValueError(f"images of {channels} channels are no PNGs: give --out NAME.npz")
-
-
-def unfinished(path: Path) -> Path:
-    """Where samples are until all are there: beside a `.npz` file, or where they stay."""
-    return path.with_name(f".{path.name}{_PARTS}") if path.suffix.lower() == ".npz" else path
 
 
 def describe(model: Any, settings: Sampling, n: int) -> dict[str, Any]:
@@ -211,7 +187,10 @@ def described(path: Path) -> dict[str, Any]:
     """How the samples in a folder, a `.npz` or a picture came about, as far as is known."""
     file = _description_file(path)
     if file == path:
-        about = _stored(path, "about", _ABOUT)
+        try:
+            about = read_npz(path, "about", _ABOUT)
+        except Exception as error:  # damage has many names
+            raise ValueError(f"{path} cannot be read, it may be damaged: {error}") from error
         return {} if about is None else _parsed(str(about), path)
     return _parsed(file.read_text("utf-8", errors="replace"), file) if file.is_file() else {}
 
@@ -228,8 +207,6 @@ def _parsed(text: str, file: Path) -> dict[str, Any]:
 
 
 def _damaged(file: Path) -> DataError:
-    if file.parent.name.endswith(_PARTS):
-        return DataError(f"{file.parent} is damaged: remove it")
     rest = "; what it describes can then be scored, but not added to" if file.suffix == ".json" else ""
     return DataError(f"{file} is damaged: remove it{rest}")
 
@@ -246,14 +223,6 @@ def _description_file(path: Path) -> Path:
     if path.suffix.lower() == ".npz" and path.is_file():
         return path
     return path / "samples.json" if path.is_dir() else _beside(path)
-
-
-def _stored(path: Path, name: str, most: int | None = None) -> np.ndarray | None:
-    """One array of a `.npz`, where it has it, of no more than so many bytes."""
-    try:
-        return read_npz(path, name, most)
-    except Exception as error:  # whatever a damaged archive makes of itself
-        raise ValueError(f"{path} cannot be read, it may be damaged: {error}") from error
 
 
 def _beside(picture: Path) -> Path:
@@ -297,55 +266,33 @@ def _write_array(
     model: Any, path: Path, n: int, settings: Sampling, made: dict[str, Any], fill: Callable[[Place], None],
     main: bool, wait: Callable[[], None],
 ) -> None:  # fmt: skip
-    parts = unfinished(path)
     if path.exists():
         before = _begun(path)
         _joined(path, before, made)
-        if main and 0 < _begun(parts).get("n", 0) <= before["n"]:  # left by a kill after the last step
-            shutil.rmtree(parts, ignore_errors=True)
-        if before["n"] >= n:
-            return
-    size = model.preprocessing.img_size
-    shape = (n, *size, model.preprocessing.in_chans)
-    if main:
-        _begin_array(path, parts, shape, made)
-    wait()
-    rows = Rows(parts, shape, create=False)
-    fill(rows)
-    if main:
-        labels = labels_of(torch.arange(n), settings)
-        named: dict[str, Any] = {} if labels is None else {"labels": labels.numpy()}
-        whole = parts / "whole.npz"
-        try:
-            np.savez(whole, arr_0=rows.images, about=np.array(json.dumps(made)), **named)
-            os.replace(whole, path)
-        finally:
-            whole.unlink(missing_ok=True)
-    del rows  # Windows removes no file that is mapped, by any process
-    wait()
-    if main:
-        shutil.rmtree(parts)
-    wait()
-
-
-def _begin_array(path: Path, parts: Path, shape: tuple[int, ...], made: dict[str, Any]) -> None:
-    """Rows to be filled, with those of a smaller array that is there."""
-    parts.mkdir(parents=True, exist_ok=True)
-    if (parts / "done.npy").exists():
-        begun = _begun(parts)
-        _joined(path, begun, made)
-        if begun["n"] != made["n"]:
+        if before["n"] < n:
             raise ValueError(
-                f"{path} was begun with {begun['n']:,} samples and is not finished: first run the same with -n "
-                f"{begun['n']}, or remove {parts}"
+                f"{path} is there and holds {before['n']:,} samples, not {n:,}: remove it or choose another --out; a "
+                "folder of PNG files can be added to"
             )
-    write_text(parts / "samples.json", json.dumps(made, indent=1))
-    rows = Rows(parts, shape, create=True)
-    if path.exists():
-        there = _stored(path, "arr_0")
-        if there is None:
-            raise _damaged(path)
-        rows.put(np.arange(len(there)), torch.from_numpy(there).permute(0, 3, 1, 2))
+        return
+    part = path.with_name(f".{path.name}.part")
+    try:
+        if main:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.unlink(missing_ok=True)  # left by a process that was killed
+            new_array(part, np.uint8, (n, *model.preprocessing.img_size, model.preprocessing.in_chans)).flush()
+        wait()
+        rows = Rows(part)
+        fill(rows)
+        if main:
+            labels = labels_of(torch.arange(n), settings)
+            named: dict[str, Any] = {} if labels is None else {"labels": labels.numpy()}
+            with replacing(path) as whole, whole.open("wb") as file:
+                np.savez(file, arr_0=rows.images, about=np.array(json.dumps(made)), **named)
+        wait()
+    finally:
+        if main:
+            part.unlink(missing_ok=True)
 
 
 def _joined(path: Path, before: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:

@@ -24,10 +24,8 @@ from residua.data import Batch, Crops, Feed, Preprocessing, Source, Splits, rng,
 from residua.data.augment import normalize
 from residua.data.errors import tell
 from residua.data.feed import Progress, fits
-from residua.files import named, write_text
-from residua.lock import claim, held, release
+from residua.disk import claim, held, named, release, write_text
 from residua.nn.stream import residual_part
-from residua.train.health import any_of
 from residua.train.loop import Hooks, Loop, Objective
 from residua.train.machine import activation_bytes, count_parameters, device_name, environment, now
 from residua.train.optim import Groups, Settings
@@ -56,18 +54,6 @@ class Session(Generic[C, M]):
     preprocessing: Preprocessing
 
     @property
-    def remedies(self) -> str:
-        """What to try when a run blows up: options that this one can still take."""
-        clip = self.config.optim.clip  # type: ignore[attr-defined]
-        smaller = "a smaller --clip" if clip is not None and clip <= 1 else "--clip 1.0"
-        return any_of(["a smaller --lr", smaller, *self._calmer()])
-
-    def _calmer(self) -> list[str]:
-        """Options of the network among them."""
-        fading = self.config.shortcut.fades_by()  # type: ignore[attr-defined]
-        return [f"a larger {fading}"] if fading else []
-
-    @property
     def machine(self) -> MachineConfig:
         return self.config.machine  # type: ignore[attr-defined, no-any-return]
 
@@ -88,8 +74,7 @@ class Session(Generic[C, M]):
 
     def loop(self, hooks: Hooks | None = None) -> Loop:
         return Loop(
-            self.model, self.objective(), self.feed, self.settings, self.accelerator, self.run, hooks, self.groups(),
-            remedies=self.remedies,
+            self.model, self.objective(), self.feed, self.settings, self.accelerator, self.run, hooks, self.groups()
         )  # fmt: skip
 
     def lines(self) -> Lines:

@@ -13,46 +13,39 @@ from residua.nn import MAE, Decay
 from residua.nn.vit import SIZES
 from residua.train.config import Pretrain
 
-ENCODER = ("size", "encoder", "embed_dim", "depth", "num_heads")
 DECODER = ("decoder_embed_dim", "decoder_depth", "decoder_num_heads")
 
 
 def as_in(config: Pretrain, there: dict[str, Any], given: Collection[str] = ()) -> Pretrain:
-    """The configuration with what is left open as in the model `there`, described by keywords of `create_model`.
+    """The configuration with the architecture and the shortcuts of the model `there` (keywords of `create_model`).
 
-    That is the size of encoder and decoder, the patch size, and the shortcuts. Open is what has its default value and
-    is not named in `given`. Where shortcuts of that model and given ones exclude each other, those given stand alone.
+    Taken is what is left open: it has its default value and is not named in `given`. `check_shape` refuses the rest.
+    Where shortcuts of that model and given ones exclude each other, those given stand alone.
     """
     if not _fitting(there):
         return config
     fresh, asked = Pretrain().settings(), config.settings()
     left_open = {name for name in asked if asked[name] == "auto" or (asked[name] == fresh[name] and name not in given)}
-    taken: dict[str, Any] = {}
-    if left_open.issuperset(ENCODER):
-        taken = _encoder(there)
-        if left_open.issuperset(DECODER) and there.get("decoder") == asked["decoder"]:
-            taken |= {name: there[name] for name in DECODER}
-    if "patch_size" in left_open and "patch_size" in there:
-        taken["patch_size"] = _plain(there["patch_size"])
+    whole: dict[str, Any] = {name: _plain(there[name]) for name in ("patch_size", "decoder") if name in there}
+    if left_open.issuperset(("size", "encoder")):
+        whole |= _encoder(there) | {name: there[name] for name in DECODER if name in there}
+    taken = {name: value for name, value in whole.items() if name in left_open}
     return config.override(**taken, **_shortcuts(there, asked, left_open))
 
 
 def check_shape(model: MAE, init: str, there: dict[str, Any]) -> None:
-    """Refuse weights of another shape, and name the settings that would fit."""
+    """Refuse weights of another architecture, and say what differs."""
     if not _fitting(there):
         raise ValueError(f"{init} holds a different architecture: {there['name']}, which is no encoder to start from")
-    names = ["encoder", "embed_dim", "depth", "patch_size", "in_chans"]
+    names = ["encoder", "embed_dim", "depth", "patch_size", "in_chans", "decoder", *DECODER[:2]]
     names += ["img_size"] * ("encoder" in there)  # ours have fixed positions, which fit every size
     pairs = {name: (_plain(there.get(name)), _plain(model.config.get(name))) for name in names}
     unlike = {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name in ("encoder", *there)}
     if unlike:
         told = "; ".join(f"{name} {before} there, {here} here" for name, (before, here) in unlike.items())
-        fits = _encoder(there) | {name: _plain(there[name]) for name in ("patch_size", "img_size") if name in there}
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fits.items())
         images = "; take images of as many channels" if "in_chans" in unlike else ""
         raise ValueError(
-            f"{init} holds a different architecture: {told}. Leave sizes out, which are then its own, or give {flags}"
-            f"{images}"
+            f"{init} holds a different architecture: {told}. Leave such settings out, which are then its own{images}"
         )
 
 

@@ -170,14 +170,6 @@ def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_on_windows_latents_are_kept_and_a_full_disk_is_told_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, like_windows: None
-) -> None:
-    test_a_full_disk_is_an_error_in_words_and_leaves_nothing(tmp_path, monkeypatch)
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
-    assert len(latents_of(source(), Autoencoder(StandIn(), "a"), 16, tmp_path, CPU)) == 10
-
-
 def test_a_disk_that_sets_no_space_aside_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot(*_: Any) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))

@@ -1,6 +1,6 @@
 """A small encoder and small data sets."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from residua.data import Splits, load
+from residua.data import Preprocessing, Splits, load
 from residua.data.arrays import ArraySource
+from residua.evaluate.extractor import Extractor
 from residua.nn import MAE, ViT, create_model
+from residua.train.checkpoint import write_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -67,12 +69,15 @@ class Small(nn.Module):
 
 
 @pytest.fixture
-def write_script() -> Callable[[Path], None]:
-    """Writes it with other weights each time, as TorchScript."""
-    return lambda path: torch.jit.script(Small()).save(path)
+def small() -> Extractor:
+    """Its features, as a set of images is compared by them; with other weights each time."""
+    return Extractor("small", Small())
 
 
 @pytest.fixture
-def script(write_script: Callable[[Path], None], tmp_path: Path) -> Path:
-    write_script(tmp_path / "small.pt")
-    return tmp_path / "small.pt"
+def network(tmp_path: Path) -> Path:
+    """A small encoder, for commands that take an extractor by its path."""
+    model = create_model("vit", img_size=8, patch_size=4, embed_dim=8, depth=1, num_heads=1)
+    model.preprocessing = Preprocessing((8, 8), (0.5,) * 3, (0.5,) * 3)
+    write_checkpoint(tmp_path / "network", 1, model, {})
+    return tmp_path / "network"

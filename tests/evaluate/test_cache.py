@@ -2,13 +2,11 @@ import errno
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -196,27 +194,6 @@ def test_two_that_finish_the_same_pass_leave_each_other_the_features(tmp_path) -
     assert len(passes(tmp_path)) == 1
     for features in (*found, entry.load([("tokens", 2)], 0)[1]):
         assert torch.equal(features["tokens", 2], rows)
-
-
-def test_on_windows_features_are_kept_and_read_alike(
-    vit: ViT, noise: Splits, tmp_path: Path, like_windows: None
-) -> None:
-    fresh, cache = extract(vit, noise, splits=("test",), layers="all"), FeatureCache(tmp_path)
-    for layers in ([0], "all", "all"):
-        found = extract(vit, noise, splits=("test",), layers=layers, cache=cache)
-        assert all(torch.equal(found.test.layer(i), fresh.test.layer(i)) for i in found.test.layers)
-    assert (cache.computed, cache.read) == (3, 4)
-
-
-def test_writers_are_looked_for_without_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signal 0, which tests for a process, is Ctrl-C on Windows."""
-    host, here = socket.gethostname(), {7}
-    for pid in (7, 8):
-        (tmp_path / "entry" / f".part-{host}-{pid}-00").mkdir(parents=True)
-    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a process got a signal"))
-    monkeypatch.setattr(psutil, "pid_exists", here.__contains__)
-    Entry(FeatureCache(tmp_path), tmp_path / "new", {}).writer().begin(1).abandon()
-    assert [part.name for part in (tmp_path / "entry").iterdir()] == [f".part-{host}-7-00"]
 
 
 def test_what_killed_writers_left_is_removed_and_others_are_let_be(vit: ViT, noise: Splits, tmp_path) -> None:

@@ -25,15 +25,10 @@ from residua.evaluate import (
     precision_recall,
     statistics,
 )
-from residua.evaluate.extractor import Extractor, script_extractor
+from residua.evaluate.extractor import Extractor
 from residua.evaluate.generative import score
 from residua.nn import ViT
 from residua.train.checkpoint import write_checkpoint
-
-
-@pytest.fixture
-def small(script: Path) -> Extractor:
-    return script_extractor(script)
 
 
 @pytest.fixture
@@ -112,7 +107,7 @@ def test_the_inception_score_is_of_the_samples_alone(small: Extractor, seen, cap
     assert both.value("Inception score") == found.value("Inception score")
     assert both.value("FID") == score(fake, real, extractor=net).value("FID")
     for wrong, options in {
-        "is of Inception's classes; TorchScript": {"extractor": small},
+        "is of Inception's classes; small": {"extractor": small},
         "mean over 10 parts of the samples, got 9": {"extractor": net, "limit": 9},
         "fid: give a reference, the real images": {"extractor": net, "metrics": ("isc", "fid")},
     }.items():
@@ -204,9 +199,7 @@ def test_the_reference_is_computed_once(small: Extractor, seen, tmp_path: Path) 
     assert with_features.scores[0] == first.scores[0]
 
 
-def test_other_images_sizes_and_weights_are_computed_anew(
-    small: Extractor, script: Path, write_script, seen, tmp_path: Path
-) -> None:
+def test_other_images_sizes_and_weights_are_computed_anew(small: Extractor, tmp_path: Path) -> None:
     fake, real = source(5, 1), source(20, 2)
 
     def computes(net: Extractor = small, **options) -> bool:
@@ -222,8 +215,7 @@ def test_other_images_sizes_and_weights_are_computed_anew(
     assert computes(bf16=True)
     real.images[0, 0, 0, 0] ^= 1
     assert computes()
-    write_script(script)
-    assert computes(script_extractor(script))
+    assert computes(Extractor("small", type(small.module)()))
 
 
 def test_damaged_statistics_are_told_and_repaired(small: Extractor, tmp_path: Path) -> None:
@@ -284,7 +276,7 @@ def test_what_cannot_be_scored_is_said_before_the_work(small: Extractor, seen, t
 
 
 def test_features_that_are_not_numbers_are_said(small: Extractor) -> None:
-    small.module.script.conv.bias.data[0] = torch.nan
+    small.module.conv.bias.data[0] = torch.nan
     for metric in ("fid", "kid", "prc"):
         with pytest.raises(ValueError, match="NaN"):
             score(source(9, 1), source(9, 2), metrics=(metric,), extractor=small, subset_size=5)
@@ -301,10 +293,6 @@ def test_published_statistics_serve_fid_alone(small: Extractor, tmp_path: Path) 
     for options in ({"extractor": known, "metrics": ("kid",)}, {"extractor": small}):
         with pytest.raises(DataError, match="good for FID, nothing else"):
             score(fake, str(tmp_path / "stats.npz"), **options)
-    spatial = replace(known, frechet="sFID")  # whose statistics stand under other names in the same file
-    np.savez(tmp_path / "two.npz", mu=0 * own.mean.numpy(), sigma=own.cov.numpy(), mu_s=own.mean, sigma_s=own.cov)
-    assert score(fake, str(tmp_path / "two.npz"), extractor=spatial).value("sFID") == found.value("FID")
-    assert score(fake, str(tmp_path / "two.npz"), extractor=known).value("FID") != found.value("FID")
     usual = replace(known, about={"features": 2048})
     with pytest.raises(DataError, match=r"stats\.npz holds statistics of 6 dimensions; Inception's features have 2048"):
         score(fake, str(tmp_path / "stats.npz"), extractor=usual)
@@ -338,16 +326,16 @@ def samples(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_command(samples: Path, script: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_command(samples: Path, network: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RESIDUA_DATA", str(tmp_path / "home"))
-    args = ["score", f"folder:{samples}", "--reference", "shapes?n=40&size=12&test=4", "--extractor", str(script)]
+    args = ["score", f"folder:{samples}", "--reference", "shapes?n=40&size=12&test=4", "--extractor", str(network)]
     args += ["--device", "cpu", "--fid", "--kid", "--prc", "--subset-size", "20", "--subsets", "4"]
     assert cli.main(args) == 0
     out = " ".join(capsys.readouterr().out.split())
     for text in (
         "samples, 30 images of 12 x 12 px (sampler DPM-Solver, steps 50, guidance 1.5)",
         "shapes train, 40 images of 12 x 12 px",
-        "TorchScript small.pt, 6 dimensions, float32",
+        "network (layer 0, tokens, 8 px), 8 dimensions, float32",
         "subsets 4, subset_size 20, seed 0",
         f"reference: kept in {tmp_path / 'home' / 'references'}",
     ):
@@ -375,13 +363,13 @@ def test_the_command_with_arrays_and_a_run(samples: Path, vit: ViT, tmp_path: Pa
     assert (tmp_path / "x.score.json").is_file()
 
 
-def test_samples_that_are_missing_are_noted(samples: Path, script: Path, tmp_path: Path, capsys) -> None:
+def test_samples_that_are_missing_are_noted(samples: Path, network: Path, tmp_path: Path, capsys) -> None:
     def notes(*options: str) -> list[str]:
         assert cli.main(["score", str(samples), *good, *options]) == 0
         capsys.readouterr()
         return [text for text in json.loads((samples / "score.json").read_text())["notes"] if "was made for" in text]
 
-    good = ["--reference", str(samples), "--extractor", str(script), "--no-cache", "--device", "cpu"]
+    good = ["--reference", str(samples), "--extractor", str(network), "--no-cache", "--device", "cpu"]
     (samples / "samples.json").write_text(json.dumps({"sampler": "DPM-Solver", "n": 30}))
     assert notes() == []
     (samples / "003.png").unlink()
@@ -401,12 +389,12 @@ def test_a_damaged_description_is_named_before_the_work(samples: Path, small: Ex
     assert score(samples, source(9, 2), extractor=small).samples["made_by"] == {}
 
 
-def test_mistakes_at_the_command(samples: Path, script: Path, tmp_path: Path, capsys) -> None:
+def test_mistakes_at_the_command(samples: Path, network: Path, tmp_path: Path, capsys) -> None:
     def fails(*args: str) -> str:
         assert cli.main(["score", *args, "--no-cache", "--device", "cpu"]) == 2
         return " ".join(capsys.readouterr().err.split())
 
-    good = ["--reference", str(samples), "--extractor", str(script)]
+    good = ["--reference", str(samples), "--extractor", str(network)]
     assert "unknown data 'nothing'" in fails("nothing", *good)
     assert "there is no file" in fails(str(tmp_path / "none.npz"), *good)
     assert "no Inception weights at" in fails(str(samples), "--reference", str(samples), "--weights", "none.pth")

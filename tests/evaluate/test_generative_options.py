@@ -11,13 +11,8 @@ from PIL import Image
 
 from residua.data.arrays import ArraySource
 from residua.evaluate import generative as module
-from residua.evaluate.extractor import Extractor, script_extractor
+from residua.evaluate.extractor import Extractor
 from residua.evaluate.generative import GenerativeScore, score
-
-
-@pytest.fixture
-def small(script: Path) -> Extractor:
-    return script_extractor(script)
 
 
 def source(n: int, seed: int, channels: int = 3) -> ArraySource:

@@ -133,7 +133,9 @@ def test_a_torchscript_file_gives_the_same_network(state, file: Path, tmp_path: 
         torch.testing.assert_close(found.convolutions()[name].weight, conv.weight, rtol=0, atol=0)
         torch.testing.assert_close(found.convolutions()[name].bias, conv.bias, rtol=0, atol=0)
     torch.testing.assert_close(found.classifier, state["fc.weight"])
-    assert open_extractor(str(tmp_path / "inception.pt")).name == "Inception with weights inception.pt"
+    assert open_extractor("inception", tmp_path / "inception.pt").name == "Inception with weights inception.pt"
+    with pytest.raises(ValueError, match=r"inception\.pt is a TorchScript file, a program.*--weights"):
+        open_extractor(str(tmp_path / "inception.pt"))
     del script.layers.layer_1
     torch.jit.trace(script, torch.zeros(1)).save(tmp_path / "less.pt")
     with pytest.raises(ValueError, match=r"less\.pt: 93 convolutions, expected 94"):
@@ -152,38 +154,6 @@ def test_only_distances_with_the_published_weights_are_fid(file: Path, monkeypat
     known = open_extractor("inception", file)
     assert (known.name, known.inception, known.notes) == ("Inception 2015-12-05", True, ())
     assert known.identity["features"] == 2048
-
-
-def test_spatial_features_are_seven_channels_of_mixed_6(state, file: Path, monkeypatch) -> None:
-    """`mixed_6` of the graph, its seventh block, is torchvision's Mixed_6d, its first convolution the branch 1 x 1."""
-    model = load_inception(file, spatial=True)
-    other = torchvision_inception.Inception3(num_classes=1008, aux_logits=False, init_weights=False).eval()
-    other.load_state_dict(state)
-    plain, maps = F.avg_pool2d, []
-    other.Mixed_6d.branch1x1.register_forward_hook(lambda layer, given, out: maps.append(out))
-    images = torch.randint(0, 256, (2, 3, 20, 30), dtype=torch.uint8)
-    with torch.inference_mode():
-        found = model(images)
-        monkeypatch.setattr(
-            torchvision_inception.F, "avg_pool2d", lambda *a, **k: plain(*a, **k, count_include_pad=False)
-        )
-        other((resize_tf1(images.float(), 299, 299) - 128) / 128)
-    expected = maps[0][:, :7]
-    assert expected.shape[2:] == (17, 17)
-    flat = expected.permute(0, 2, 3, 1).flatten(1)  # TensorFlow's maps have their channels last
-    torch.testing.assert_close(found, flat, rtol=1e-4, atol=1e-4 * float(expected.max()))
-    names = [name for name, _ in Inception().named_children() if name.startswith("Mixed")]
-    assert names.index("Mixed_6d") == 6
-
-
-def test_spatial_distances_have_a_name_and_statistics_of_their_own(file: Path, monkeypatch) -> None:
-    total = sum(float(conv.weight.double().abs().sum()) for conv in load_inception(file).convolutions().values())
-    assert open_extractor("inception-spatial", file).frechet == "Frechet distance"
-    monkeypatch.setattr(module, "_ABSOLUTE_SUM", total)
-    pooled, spatial = open_extractor("inception", file), open_extractor("inception-spatial", file)
-    assert (pooled.frechet, spatial.frechet, spatial.inception) == ("FID", "sFID", False)
-    assert spatial.name == "Inception 2015-12-05 at mixed_6/conv"
-    assert spatial.identity != pooled.identity
 
 
 def test_the_classifier_is_taken_where_the_file_has_it(state, file: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-import io
 import json
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,17 +118,11 @@ def test_arrays(tmp_path: Path) -> None:
             open_images(str(tmp_path / name))
 
 
-def test_an_array_may_lie_on_a_drive() -> None:
-    for spec, windows, posix in (
-        ("samples.npz", True, True),
-        (r"C:\samples\a.NPY", True, False),  # on Windows a path, elsewhere a source of images
-        ("hf:somebody/set.npy", False, False),
-        (r"folder:C:\samples.npz", False, False),
-    ):
-        path = spec.removeprefix("folder:")
-        assert is_array(spec, PureWindowsPath(path)) == windows
-        assert is_array(spec, PurePosixPath(path)) == posix
-    assert not is_array(r"C:\samples", PureWindowsPath(r"C:\samples"))
+def test_a_colon_names_another_source_than_an_array() -> None:
+    assert is_array("samples.npz")
+    assert is_array("a/b.NPY")
+    assert not is_array("hf:somebody/set.npy")
+    assert not is_array("folder:samples.npz")
 
 
 def damaged(file: Path) -> Iterator[bytes]:
@@ -197,13 +190,3 @@ def test_how_samples_came_about(tmp_path: Path) -> None:
             made_by(str(folder))
     (tmp_path / "x.json").write_text("[1, 2]")  # somebody else's
     assert made_by(str(tmp_path / "x.npz")) == {}
-
-
-def test_how_samples_came_about_is_read_as_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io, "text_encoding", lambda given, *_: given or "cp1252")  # as on Windows
-    known = {"classes": "Äpfel"}
-    text = json.dumps(known, ensure_ascii=False)
-    folder = write(tmp_path / "samples", a=pixels(4, 4, 3))
-    for file in (folder / "samples.json", tmp_path / "x.json"):
-        file.write_text(text, encoding="utf-8")
-    assert made_by(f"folder:{folder}") == made_by(str(tmp_path / "x.npz")) == known

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from residua import cli
 from residua.data import DataError
 from residua.data.arrays import ArraySource
-from residua.evaluate.extractor import script_extractor
+from residua.evaluate.extractor import open_extractor
 from residua.evaluate.generative import score
 from residua.nn import create_model
 from residua.train.checkpoint import write_checkpoint
@@ -32,12 +32,12 @@ def diffusion_run(run: Path, channels: int = 3) -> nn.Module:
     return model
 
 
-def test_a_run_is_scored_by_its_first_samples(script: Path, tmp_path: Path, capsys) -> None:
+def test_a_run_is_scored_by_its_first_samples(network: Path, tmp_path: Path, capsys) -> None:
     run = tmp_path / "run"
     diffusion_run(run)
 
     def scored(n: int) -> dict:
-        options = ["--extractor", str(script), "--no-cache", "--device", "cpu", "--out", str(tmp_path / "score.json")]
+        options = ["--extractor", str(network), "--no-cache", "--device", "cpu", "--out", str(tmp_path / "score.json")]
         assert cli.main(["score", str(run), "-n", str(n), *options]) == 0
         assert f" n {n}," in " ".join(capsys.readouterr().out.split())
         return json.loads((tmp_path / "score.json").read_text())
@@ -50,7 +50,7 @@ def test_a_run_is_scored_by_its_first_samples(script: Path, tmp_path: Path, caps
     assert scored(4) == few
     pixels = np.stack([np.array(Image.open(made / f"{i:06d}.png")) for i in range(4)])
     own = score(ArraySource("own", "train", pixels, None, None), "shapes?n=20&size=12&test=4", img_size=8,
-                extractor=script_extractor(script))  # fmt: skip
+                extractor=open_extractor(str(network)))  # fmt: skip
     assert few["scores"]["Frechet distance"]["value"] == pytest.approx(own.scores[0].value, rel=1e-6)
 
 
@@ -71,7 +71,7 @@ def test_a_run_is_scored_by_its_first_samples(script: Path, tmp_path: Path, caps
     ],
 )
 def test_a_run_is_refused_before_anything_is_made(
-    options: list[str], words: str, script: Path, tmp_path: Path, monkeypatch, capsys
+    options: list[str], words: str, network: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     from residua.evaluate import generative
 
@@ -79,24 +79,24 @@ def test_a_run_is_refused_before_anything_is_made(
     monkeypatch.setattr(generative, "summarize", lambda *_, **__: pytest.fail("images were extracted"))
     np.savez("stats.npz", mu=np.zeros(6), sigma=np.eye(6))
     diffusion_run(tmp_path / "run")
-    args = ["score", "run", "-n", "6", "--extractor", str(script), "--no-cache", "--device", "cpu", *options]
+    args = ["score", "run", "-n", "6", "--extractor", str(network), "--no-cache", "--device", "cpu", *options]
     assert cli.main(args) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "run" / "samples").exists()
 
 
-def test_a_run_of_many_channels_cannot_be_scored(script: Path, tmp_path: Path, capsys) -> None:
+def test_a_run_of_many_channels_cannot_be_scored(network: Path, tmp_path: Path, capsys) -> None:
     diffusion_run(tmp_path / "run", channels=5)
-    args = ["score", str(tmp_path / "run"), "-n", "6", "--extractor", str(script), "--device", "cpu"]
+    args = ["score", str(tmp_path / "run"), "-n", "6", "--extractor", str(network), "--device", "cpu"]
     assert cli.main([*args, "--reference", "shapes?n=9"]) == 2
     assert "makes images of 5 channels; images to score have 1 or 3" in capsys.readouterr().err
     assert not (tmp_path / "run" / "samples").exists()
 
 
-def test_a_run_stands_for_its_samples_and_its_images(script: Path, tmp_path: Path, capsys) -> None:
+def test_a_run_stands_for_its_samples_and_its_images(network: Path, tmp_path: Path, capsys) -> None:
     run = tmp_path / "run"
     model = diffusion_run(run)
-    args = ["score", str(run), "-n", "6", "--extractor", str(script), "--no-cache", "--device", "cpu"]
+    args = ["score", str(run), "-n", "6", "--extractor", str(network), "--no-cache", "--device", "cpu"]
     assert cli.main(args) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "6 images of 8 x 8 px (sampler dpm-solver, steps 50" in out
@@ -116,7 +116,7 @@ def test_a_run_stands_for_its_samples_and_its_images(script: Path, tmp_path: Pat
 
 
 def test_a_run_is_compared_with_the_images_that_it_saw(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     for i in range(20):
         file = tmp_path / "pictures" / "ab"[i % 2] / f"{i}.png"
@@ -126,7 +126,7 @@ def test_a_run_is_compared_with_the_images_that_it_saw(
     diffusion_run(tmp_path / "run")
     Path("run/config.yaml").write_text("data: {data: 'folder:pictures', img_size: 8}\n")
     Path("run/environment.json").write_text(json.dumps({"cwd": str(tmp_path)}))
-    args = ["score", "run", "-n", "4", "--extractor", str(script), "--no-cache", "--device", "cpu"]
+    args = ["score", "run", "-n", "4", "--extractor", str(network), "--no-cache", "--device", "cpu"]
     for options, seen in (([], "train, 18"), (["--reference-split", "test"], "test, 2")):
         assert cli.main([*args, *options]) == 0
         assert f"reference pictures {seen} images" in " ".join(capsys.readouterr().out.split())
@@ -139,7 +139,7 @@ def test_a_run_is_compared_with_the_images_that_it_saw(
 
 @pytest.mark.parametrize("data", ["shapes?n=20&size=8&test=4", "folder:flat", "folder:split"])
 def test_a_reference_is_kept_once_for_a_run_and_for_its_samples(
-    data: str, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    data: str, network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """A run brings the reference to the size of its samples, which it has."""
     monkeypatch.chdir(tmp_path)
@@ -149,7 +149,7 @@ def test_a_reference_is_kept_once_for_a_run_and_for_its_samples(
             Image.new("RGB", (8, 8), (i, i * i % 200, 0)).save(f"{folder}/{i}.png")
     diffusion_run(tmp_path / "run")
     Path("run/config.yaml").write_text(f"data: {{data: '{data}', img_size: 8}}\n")
-    options = ["--extractor", str(script), "--cache-dir", "kept", "--device", "cpu"]
+    options = ["--extractor", str(network), "--cache-dir", "kept", "--device", "cpu"]
     assert cli.main(["score", "run", "-n", "4", *options]) == 0
     assert "reference: kept in kept" in capsys.readouterr().out
     (samples,) = Path("run/samples").iterdir()
@@ -164,7 +164,7 @@ def test_what_is_for_runs_alone_is_refused_of_others(options: list[str], tmp_pat
     assert "-n and --latents are for those" in capsys.readouterr().err
 
 
-def test_a_run_whose_autoencoder_has_moved(script: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_run_whose_autoencoder_has_moved(network: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     from residua.data import Preprocessing, autoencoder
     from residua.nn.diffusion import VP
 
@@ -187,7 +187,7 @@ def test_a_run_whose_autoencoder_has_moved(script: Path, tmp_path: Path, monkeyp
     model.process, model.preprocessing, model.autoencoder = VP(), Preprocessing((8, 8), (0.5,) * 3, (0.5,) * 3), space
     write_checkpoint(tmp_path / "run", 1, model, {})
     (tmp_path / "run" / "config.yaml").write_text("data: {data: 'shapes?n=20&size=12&test=4', img_size: 8}\n")
-    args = ["score", str(tmp_path / "run"), "-n", "6", "--extractor", str(script), "--no-cache", "--device", "cpu"]
+    args = ["score", str(tmp_path / "run"), "-n", "6", "--extractor", str(network), "--no-cache", "--device", "cpu"]
     assert cli.main(args) == 2
     assert "no autoencoder at gone" in capsys.readouterr().err
     assert not (tmp_path / "run" / "samples").exists()

@@ -13,7 +13,7 @@ from residua.data.arrays import ArraySource
 from residua.evaluate import CacheError, FeatureCache, statistics
 from residua.evaluate import summary as module
 from residua.evaluate.cache import Entry, checksum
-from residua.evaluate.extractor import Extractor, script_extractor
+from residua.evaluate.extractor import Extractor
 from residua.evaluate.fid import Statistics
 from residua.evaluate.generative import score
 from residua.evaluate.summary import (
@@ -25,11 +25,6 @@ from residua.evaluate.summary import (
 )
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def small(script: Path) -> Extractor:
-    return script_extractor(script)
 
 
 def source(n: int, seed: int) -> ArraySource:

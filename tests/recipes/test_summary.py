@@ -102,7 +102,7 @@ def test_ranks_are_of_one_data_set(tmp_path: Path, pretend) -> None:
     assert ranks == {
         ("shapes", "1.0"): 1, ("shapes", "0.5"): 2, ("digits", "1.0"): 1, ("digits", "0.5"): 2,
     }  # fmt: skip
-    assert ranking_note(summaries, 200) == f"rank: by {KNN}, among settings of the same data"
+    assert ranking_note(summaries) == "rank: by each score, among settings of the same data"
 
 
 def test_a_difference_of_nothing_has_no_minus() -> None:

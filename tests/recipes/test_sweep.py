@@ -240,7 +240,7 @@ def test_a_damaged_record_is_named_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_swept_by_one_process(tmp_path: Path) -> None:
-    holder = "import sys; from residua.lock import claim; from pathlib import Path; claim(Path(sys.argv[1])); input()"
+    holder = "import sys; from residua.disk import claim; from pathlib import Path; claim(Path(sys.argv[1])); input()"
     other = subprocess.Popen([sys.executable, "-c", holder, str(tmp_path / sweep.LOCK)], stdin=subprocess.PIPE)
     try:
         _wait((tmp_path / sweep.LOCK).exists)

@@ -9,7 +9,7 @@ import pytest
 from residua import cli
 from residua.cli.sweep import _open_data, _start, _waited_for
 from residua.cli.sweep_options import kind_of, split
-from residua.lock import release
+from residua.disk import release
 from residua.recipes.sweep import LOCK, Sweep, Trial, plan
 
 TINY = """

@@ -1,4 +1,4 @@
-"""What a sweep shows: ranks that mean something, tables that fit a terminal, intervals only where there are any."""
+"""What a sweep shows: ranks that mean something, tables, intervals only where there are any."""
 
 import math
 import re
@@ -47,19 +47,15 @@ def test_without_labels_there_is_no_rank_and_a_reason(tmp_path: Path, capsys: py
     for text in (capsys.readouterr().out, page_of(tmp_path, found)):
         assert "no rank: without labels there is only the loss, which does not rank features" in text
         assert "rank: by" not in text
-    assert "rank" not in score_rows(found, 1000)[0]
-    assert "rank" in score_rows(summaries(ONE), 1000)[0]
+    assert "rank" not in score_rows(found)[0]
+    assert "rank" in score_rows(summaries(ONE))[0]
 
 
-@pytest.mark.parametrize("width", [80, 200])
-def test_differences_come_with_the_number_of_their_seeds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_differences_come_with_the_number_of_their_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = compare(summaries(ONE[:1], seeds=4) + summaries(ONE[1:2], seeds=4) + summaries(ONE[2:], seeds=2), PLAIN)
     _print(found, PLAIN)
     printed = re.sub(r"[^\w.\n]+", " ", capsys.readouterr().out.partition("difference to")[2])
-    assert re.search(r"\bn 4 2\b" if width == 80 else r"alpha_min n kNN[^\n]*\s+0.8 4 [^\n]*\s+0.7 2 ", printed)
+    assert re.search(r"score alpha_min n difference\s+kNN[^\n]* 0.8 4 [^\n]*\n 0.7 2 ", printed)
     page = sweep_page(tmp_path, found, {}, [], PLAIN).read_text().partition("Against the baseline")[2]
     rows = [re.findall(r"<t[hd][^>]*>([^<]*)", row) for row in re.findall(r"<tr>.*?</tr>", page)]
     assert [row[:2] for row in rows] == [["alpha_min", "n"], ["0.8", "4"], ["0.7", "2"]]
@@ -68,32 +64,19 @@ def test_differences_come_with_the_number_of_their_seeds(
 @pytest.mark.parametrize("groups", [ONE, ONE[:1], TWO, TWO[:4], [{}]])
 @pytest.mark.parametrize("seeds", [1, 3])
 @pytest.mark.parametrize("baseline", [{}, PLAIN])
-def test_no_word_and_no_score_is_broken_at_80_columns(
+def test_no_number_is_broken_at_80_columns(
     groups: list[dict[str, str]], seeds: int, baseline: dict[str, str],
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     found = compare(summaries(groups, seeds), baseline) if baseline else summaries(groups, seeds)
-    monkeypatch.setenv("COLUMNS", "500")
-    _print(found, baseline)
-    whole = capsys.readouterr().out
     monkeypatch.setenv("COLUMNS", "80")
     _print(found, baseline)
     printed = capsys.readouterr().out
-    words = set(re.findall(r"[\w.,:+-]+", f"{whole} all runs; on the page and in summary.csv: RankMe, entropy rank,"))
-    assert set(re.findall(r"[\w.,:+-]+", printed)) <= words
     rows = [line for line in printed.splitlines() if line[:1] in "┏┃│└"]
     assert max(map(len, rows)) <= 80
-    assert not any(re.search(r"±\s*│|│\s*±", line) for line in rows)
     for s in found:
-        if s.unit == "%":
-            assert f" {s} │" in printed
-            assert not s.difference or f" {s.difference_text()} │" in printed
-
-
-def test_scores_without_room_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    _print(summaries(TWO), {})
-    assert "on the page and in summary.csv: entropy rank, RankMe, training loss" in capsys.readouterr().out
+        assert any(str(s) in row and all(f" {value} │" in row for value in s.settings.values()) for row in rows)
+        assert not s.difference or f" {s.difference_text()} │" in printed
 
 
 def test_a_single_seed_has_no_bars_and_says_so(tmp_path: Path) -> None:
@@ -122,7 +105,7 @@ def value_of(cell: str | Cell) -> object:
 def test_every_number_stands_in_the_row_of_its_setting_and_the_column_of_its_score() -> None:
     found = compare(summaries(ONE), PLAIN)
     of = {(s.settings["alpha_min"], s.score): s for s in found}
-    header, rows, _ = score_rows(found, 1000)
+    header, rows, _ = score_rows(found)
     assert header == [
         "alpha_min",
         "seeds",
@@ -136,7 +119,7 @@ def test_every_number_stands_in_the_row_of_its_setting_and_the_column_of_its_sco
             alpha, "3", 5_600_000, place, *(of[alpha, score].mean for score in SCORES)
         ]  # fmt: skip
         assert [cell.text for cell in row[4:] if isinstance(cell, Cell)] == [str(of[alpha, score]) for score in SCORES]
-    _, rows, _ = difference_rows(found, 1000)
+    _, rows, _ = difference_rows(found)
     for row, group in zip(rows, ONE[1:], strict=True):
         own = [of[group["alpha_min"], score].difference for score in SCORES]
         assert [value_of(cell) for cell in row] == [group["alpha_min"], 3, *(d.mean for d in own if d)]
@@ -145,7 +128,7 @@ def test_every_number_stands_in_the_row_of_its_setting_and_the_column_of_its_sco
 
 def test_ranks_are_those_of_the_probe() -> None:
     found = [replace(s, rank=4 - s.rank) if s.rank and s.score.startswith("kNN") else s for s in summaries(ONE)]
-    header, rows, _ = score_rows(found, 1000)
+    header, rows, _ = score_rows(found)
     assert [value_of(row[header.index("rank")]) for row in rows] == [1, 2, 3]
 
 
@@ -179,5 +162,5 @@ def test_a_score_that_is_no_number_is_not_taken_for_one_seed(tmp_path: Path) -> 
 def test_scores_of_fewer_seeds_show_in_the_number_of_seeds() -> None:
     found = summaries(ONE[:2])
     found[-1] = replace(found[-1], by_seed=dict(list(found[-1].by_seed.items())[:2]))
-    header, rows, _ = difference_rows(compare(found, PLAIN), 1000)
+    header, rows, _ = difference_rows(compare(found, PLAIN))
     assert [cell.text for cell in (row[header.index("n")] for row in rows) if not isinstance(cell, str)] == ["2 to 3"]

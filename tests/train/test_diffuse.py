@@ -413,15 +413,8 @@ def test_crops_of_latents_are_refused() -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    with pytest.raises(TrainingStopped, match=r"Try a smaller --lr, --clip 1.0, or a larger --alpha-min\.$"):
+    with pytest.raises(TrainingStopped, match=r"Try a smaller --lr, --clip 1\.0 or"):
         diffuse(small_diffusion(tmp_path / "run", lr=1e20, clip=None, steps=40))
-
-
-def test_remedies_are_what_is_not_done_already() -> None:
-    plain = small_diffusion(clip=None, alpha_min=1.0, anneal=0.0)
-    assert prepare(plain).remedies == "a smaller --lr or --clip 1.0"
-    started = plain.override(zero_init=False, alpha_min=0.7)
-    assert prepare(started).remedies == "a smaller --lr, --clip 1.0, --zero-init True, or a larger --alpha-min"
 
 
 def test_bfloat16_gives_nearly_the_same_loss() -> None:

@@ -2,14 +2,14 @@
 
 import math
 import re
-from typing import Any
 
 import pytest
 import torch
 
-import residua
-from residua.train.health import Health, memory_savers
-from residua.train.options import ShortcutConfig
+from residua.train.config import Pretrain
+from residua.train.diffuse_config import Diffuse
+from residua.train.finetune_config import Finetune
+from residua.train.health import Health
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ def test_a_normal_run_is_told_nothing() -> None:
     health = Health(steps=1000)
     for step in range(10, 1001, 10):
         assert health.check(step, loss=1.0 * 0.999**step, wait_share=0.05, device=CPU) == []
-    assert health.check_rank(3.0, 384, ShortcutConfig(alpha_min=0.7)) == []
+    assert health.check_rank(3.0, 384) == []
 
 
 def test_a_loss_that_does_not_move_is_told_once_and_late() -> None:
@@ -62,43 +62,25 @@ def test_nearly_full_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert health.check(1, 1.0, 0, gpu) == []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 80 * 2**30))
     (message,) = health.check(2, 1.0, 0, gpu)
-    assert "nearly full (79 of 80 GiB). If it runs out, the run stops." in message
-    (message,) = Health(steps=100).check(2, 1.0, 0, gpu, splits=True, savers=["one option", "another"])
-    assert message.endswith("the batch is split by itself; what avoids that: one option or another.")
-
-
-def test_only_options_that_a_network_takes_save_memory() -> None:
-    vit: Any = residua.create_model("vit_nano", img_size=16, patch_size=4)
-    assert memory_savers(vit, 8) == ["a --micro-batch below 8", "--grad-checkpointing"]
-    assert memory_savers(vit, None) == ["--grad-checkpointing"]
-    vit.set_grad_checkpointing()
-    assert memory_savers(vit, None) == []
-    resnet: Any = residua.create_model("resnet18", img_size=16)
-    with pytest.raises(ValueError, match="not recomputed"):
-        resnet.set_grad_checkpointing()
-    assert memory_savers(resnet, None) == []
+    assert "nearly full (79 of 80 GiB). If it runs out, the run stops; a smaller --micro-batch" in message
+    (message,) = Health(steps=100).check(2, 1.0, 0, gpu, splits=True)
+    assert "the batch is split by itself" in message
 
 
 def test_collapsed_features_are_named() -> None:
     health = Health(steps=100)
-    (message,) = health.check_rank(0.12, 384, ShortcutConfig(alpha_min=0.7))
+    (message,) = health.check_rank(0.12, 384)
     assert "collapsed" in message
     assert f"0.12 nats of at most {math.log(384):.1f}" in message
-    assert "raise --alpha-min or let it come in gradually (--anneal 0.5)" in message
-    assert health.check_rank(0.12, 384, ShortcutConfig(alpha_min=0.7)) == []
+    assert health.check_rank(0.12, 384) == []
 
 
-@pytest.mark.parametrize(
-    ("shortcut", "advised"),
-    [
-        (ShortcutConfig(alpha_min=0.7, anneal=0.5), {"--alpha-min"}),
-        (ShortcutConfig(alpha_min=1.0, alpha_eff=0.01), {"--alpha-eff", "--anneal"}),
-        (ShortcutConfig(alpha_min=1.0, alpha_eff=1.0), {"--lr"}),
-        (ShortcutConfig(alpha_min=1.0), {"--lr"}),
-        (ShortcutConfig(alpha_min=1.0, schedule="learned"), {"--lr"}),
-        (ShortcutConfig(alpha_min=1.0, control="both"), {"--lr"}),
-    ],
-)
-def test_collapsed_features_are_told_what_this_run_can_do(shortcut: ShortcutConfig, advised: set[str]) -> None:
-    (message,) = Health(steps=100).check_rank(0.12, 384, shortcut)
-    assert set(re.findall(r"--[a-z-]+", message)) == advised
+def test_what_is_advised_are_options_of_every_command_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 80 * 2**30))
+    health = Health(steps=100)
+    health.check(1, 1.0, 0, CPU)
+    told = [*health.check(100, 1.0, 0.5, torch.device("cuda")), *health.check_rank(0.1, 384)]
+    assert len(told) == 4
+    advised = set(re.findall(r"--([a-z-]+)", " ".join(told)))
+    for config in (Pretrain(), Finetune(), Diffuse()):
+        assert {name.replace("-", "_") for name in advised} <= config.settings().keys()

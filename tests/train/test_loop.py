@@ -403,7 +403,7 @@ def test_a_resumed_run_is_compared_with_its_first_record(finished: Path) -> None
 
 def test_out_of_memory_for_one_image_is_the_end() -> None:
     loop = limited(prepare(small(ema=None)), 0, [])
-    with pytest.raises(TrainingStopped, match=r"with 1 images at once at step 2: try --grad-checkpointing or a"):
+    with pytest.raises(TrainingStopped, match=r"with 1 images at once at step 2: try --grad-checkpointing, a smaller"):
         loop.fit()
 
 

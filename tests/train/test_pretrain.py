@@ -17,7 +17,7 @@ from torch import Tensor
 
 import residua
 from residua.data import Batch
-from residua.lock import held, release
+from residua.disk import held, release
 from residua.nn import MAE
 from residua.train import Hooks, Pretrain, Session, fit, prepare, read_metrics
 from residua.train.checkpoint import CheckpointError, checkpoints
@@ -76,15 +76,6 @@ def test_killed_at_random_moments_it_ends_the_same(tmp_path: Path) -> None:
     assert any(step is not None and step < 100 for step in saved), saved  # some kill came in the middle
     pretrain(small(run, **changes, resume=True))
     assert differences(run, calm) == [], saved
-
-
-def test_on_windows_it_is_written_and_resumed_alike(finished: Path, tmp_path: Path, like_windows: None) -> None:
-    run = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        pretrain(small(run), Hooks(on_record=leave_at(4)))
-    pretrain(small(run, resume=True))
-    assert differences(run, finished) == []
-    assert len(checkpoints(run)) == 2
 
 
 def leave_at(step: int) -> Any:
@@ -284,7 +275,7 @@ def test_what_fails_leaves_a_run_as_it_was_and_free(
 
 HOLD = """
 import pathlib, sys, time
-from residua.lock import claim
+from residua.disk import claim
 assert claim(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
@@ -411,41 +402,19 @@ def test_starting_from_other_weights(finished: Path, tmp_path: Path) -> None:
         prepare(small(init=str(tmp_path / "nothing")))
 
 
-def test_what_is_left_of_other_weights_is_said(tmp_path: Path) -> None:
-    pretrain(small(tmp_path / "plain", steps=1, decoder="plain"))
-    with pytest.warns(UserWarning, match="encoder taken, but for its final norm; its decoder is of another kind"):
-        session = prepare(small(init=str(tmp_path / "plain")))
-    loaded: Any = residua.load(tmp_path / "plain")
-    assert torch.equal(session.model.encoder.cls_token, loaded.encoder.cls_token)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        prepare(small(init=str(tmp_path / "plain"), decoder="plain", anneal=0.0))
-    pretrain(small(tmp_path / "ushape", steps=1, decoder="ushape"))
-    with pytest.warns(UserWarning, match="encoder taken, with a new final norm; its decoder is of another kind"):
-        turned = prepare(small(init=str(tmp_path / "ushape"), decoder="plain"))
-    loaded = residua.load(tmp_path / "ushape")
-    assert torch.equal(turned.model.encoder.cls_token, loaded.encoder.cls_token)
-
-
-@pytest.mark.parametrize(
-    ("changes", "remedies"),
-    [
-        ({"clip": None}, "a smaller --lr, --clip 1.0, --zero-init True, or a larger --alpha-min"),
-        ({"clip": None, "alpha_min": 1.0}, "a smaller --lr, --clip 1.0, or --zero-init True"),
-        ({"alpha_min": 1.0, "zero_init": True, "clip": 5.0}, "a smaller --lr or --clip 1.0"),
-        (
-            {"alpha_min": 1.0, "alpha_eff": 0.5},
-            "a smaller --lr, a smaller --clip, --zero-init True, or a larger --alpha-eff",
-        ),
-    ],
-)
-def test_remedies_are_what_is_not_done_already(changes: dict[str, Any], remedies: str) -> None:
-    assert prepare(small(**changes)).remedies == remedies
-
-
-def test_where_weights_are_given_no_other_start_is_a_remedy(finished: Path) -> None:
-    config = small(init=str(finished / "checkpoints" / f"step-{STEPS:07d}"), anneal=0.0)
-    assert prepare(config).remedies == "a smaller --lr, a smaller --clip, or a larger --alpha-min"
+def test_an_architecture_is_taken_whole_or_what_differs_is_said(tmp_path: Path) -> None:
+    for there, other in (("plain", "ushape"), ("ushape", "plain")):
+        pretrain(small(tmp_path / there, steps=1, decoder=there))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            session = prepare(small(init=str(tmp_path / there), anneal=0.0))
+        loaded: Any = residua.load(tmp_path / there)
+        assert session.config.model.decoder == there
+        assert torch.equal(session.model.decoder.pred.weight, loaded.decoder.pred.weight)
+        with pytest.raises(ValueError, match=rf"different architecture: decoder {there} there, {other} here\. Leave"):
+            prepare(small(init=str(tmp_path / there), decoder=other), given=("decoder",))
+    with pytest.raises(ValueError, match=r"decoder_embed_dim 16 there, 32 here"):
+        prepare(small(init=str(tmp_path / "plain"), decoder_embed_dim=32))
 
 
 def test_classes_are_those_of_labels() -> None:

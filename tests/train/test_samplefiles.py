@@ -49,8 +49,7 @@ def test_a_folder_grows_and_makes_nothing_twice(tmp_path: Path, monkeypatch: pyt
         assert int((image.int() - expected[i].int()).abs().max()) <= 1
 
 
-@pytest.mark.parametrize("name", ["samples", "samples.npz"])
-def test_interrupted_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_an_interrupted_folder_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, made = network(num_classes=4), []
     real = samplefiles.generate
 
@@ -63,75 +62,50 @@ def test_interrupted_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(samplefiles, "generate", counted)
     with pytest.raises(KeyboardInterrupt):
-        write_samples(model, tmp_path / name, 9, QUICK, batch_size=2)
-    write_samples(model, tmp_path / name, 9, QUICK, batch_size=2)
+        write_samples(model, tmp_path / "samples", 9, QUICK, batch_size=2)
+    write_samples(model, tmp_path / "samples", 9, QUICK, batch_size=2)
     assert made == [0, 1, 2, 3, -1, 4, 5, 6, 7, 8]
-    if name.endswith(".npz"):
-        stored = np.load(tmp_path / name)
-        assert stored["arr_0"].dtype == np.uint8
-        assert stored["labels"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
-        images = torch.from_numpy(stored["arr_0"]).permute(0, 3, 1, 2)
-        assert int((images.int() - residua.sample(model, 9, settings=QUICK).int()).abs().max()) <= 1
-        assert [p.name for p in tmp_path.iterdir()] == ["samples.npz"]
 
 
-def test_on_windows_an_array_is_written_and_grows(tmp_path: Path, like_windows: None) -> None:
-    model, out = network(num_classes=2), tmp_path / "s.npz"
-    for n in (3, 5):
-        write_samples(model, out, n, QUICK, batch_size=2)
-        assert np.load(out)["arr_0"].shape[0] == n
-    assert [p.name for p in tmp_path.iterdir()] == ["s.npz"]
+def test_an_array_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = network(num_classes=4), tmp_path / "samples.npz"
+    put = samplefiles.Rows.put
 
+    def stop(rows: Any, index: np.ndarray, images: Tensor) -> None:
+        put(rows, index, images)
+        raise KeyboardInterrupt
 
-def test_an_array_grows_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, out, made = network(num_classes=2), tmp_path / "s.npz", []
-    real = samplefiles.generate
-
-    def counted(model: Any, index: Tensor, *rest: Any) -> Tensor:
-        made.extend(index.tolist())
-        if 5 in index:
-            raise KeyboardInterrupt
-        return real(model, index, *rest)
-
-    write_samples(model, out, 3, QUICK)
-    monkeypatch.setattr(samplefiles, "generate", counted)
-    with pytest.raises(KeyboardInterrupt):
-        write_samples(model, out, 7, QUICK, batch_size=2)
-    assert len(np.load(out)["arr_0"]) == described(out)["n"] == 3  # whole until the larger one is
-    with pytest.raises(ValueError, match=r"begun with 7 samples.*-n 7"):
-        write_samples(model, out, 8, QUICK)
-    monkeypatch.setattr(samplefiles, "generate", real)
-    write_samples(model, out, 7, QUICK, batch_size=2)
-    assert made == [3, 4, 5, 6]
+    with monkeypatch.context() as patch:
+        patch.setattr(samplefiles.Rows, "put", stop)
+        with pytest.raises(KeyboardInterrupt):
+            write_samples(model, out, 9, QUICK, batch_size=2)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".samples.npz.part").write_bytes(b"of one that was killed")
+    write_samples(model, out, 9, QUICK, batch_size=2)
+    assert list(tmp_path.iterdir()) == [out]
     stored = np.load(out)
-    assert stored["labels"].tolist() == [0, 1, 0, 1, 0, 1, 0]
+    assert stored["arr_0"].dtype == np.uint8
+    assert stored["labels"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
     images = torch.from_numpy(stored["arr_0"]).permute(0, 3, 1, 2)
-    assert int((images.int() - residua.sample(model, 7, settings=QUICK).int()).abs().max()) <= 1
-    assert [p.name for p in tmp_path.iterdir()] == ["s.npz"]
-    before = out.stat().st_mtime_ns
-    write_samples(model, out, 4, QUICK)
-    assert (out.stat().st_mtime_ns, described(out)["n"]) == (before, 7)
+    assert int((images.int() - residua.sample(model, 9, settings=QUICK).int()).abs().max()) <= 1
+
+
+def test_an_array_that_is_there_has_enough_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = network(), tmp_path / "s.npz"
+    write_samples(model, out, 3, QUICK)
+    monkeypatch.setattr(samplefiles, "generate", lambda *_: pytest.fail("it samples"))
+    before = out.read_bytes()
+    for n in (2, 3):
+        write_samples(model, out, n, QUICK)
+    with pytest.raises(ValueError, match=r"s\.npz is there and holds 3 samples, not 4: remove it or choose another"):
+        write_samples(model, out, 4, QUICK)
+    assert out.read_bytes() == before
+    assert described(out)["n"] == 3
 
 
 def test_images_that_ignore_the_label_are_stored_without(tmp_path: Path) -> None:
     write_samples(network(num_classes=2), tmp_path / "s.npz", 2, replace(QUICK, guidance=0.0))
     assert "labels" not in np.load(tmp_path / "s.npz")
-
-
-def test_killed_at_the_very_end_an_array_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kill(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    model, out = network(), tmp_path / "s.npz"
-    for first, then in ((2, 2), (3, 4)):
-        with monkeypatch.context() as patch:
-            patch.setattr(shutil, "rmtree", kill)
-            with pytest.raises(KeyboardInterrupt):
-                write_samples(model, out, first, QUICK)
-        assert described(out)["n"] == len(np.load(out)["arr_0"]) == first
-        write_samples(model, out, then, QUICK)
-        assert described(out)["n"] == len(np.load(out)["arr_0"]) == then
-        assert [p.name for p in tmp_path.iterdir()] == ["s.npz"]
 
 
 def test_every_file_has_its_own_description(tmp_path: Path) -> None:
@@ -188,50 +162,6 @@ def test_a_damaged_description_is_named(tmp_path: Path, damage: str | None) -> N
             write_samples(model, tmp_path / name, 3, QUICK)
 
 
-def test_a_damaged_beginning_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    model, parts = network(), tmp_path / ".s.npz.parts"
-    with monkeypatch.context() as patch:
-        patch.setattr(samplefiles, "generate", stop)
-        with pytest.raises(KeyboardInterrupt):
-            write_samples(model, tmp_path / "s.npz", 2, QUICK)
-    (parts / "samples.json").write_text("{")
-    with pytest.raises(ValueError, match=rf"^{parts} is damaged: remove it$"):
-        write_samples(model, tmp_path / "s.npz", 2, QUICK)
-    shutil.rmtree(parts)
-    write_samples(model, tmp_path / "s.npz", 2, QUICK)
-
-
-@pytest.mark.parametrize("name", ["images.npy", "done.npy"])
-@pytest.mark.parametrize("damage", ["cut short", "of other numbers", "of another shape", "a folder"])
-def test_a_beginning_that_is_not_whole_is_not_filled_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: str
-) -> None:
-    """Mapped for writing, a file that is cut short grows again, by images that are black."""
-    put, model, file = samplefiles.Rows.put, network(), tmp_path / ".s.npz.parts" / name
-
-    def stop(rows: Any, index: np.ndarray, images: torch.Tensor) -> None:
-        put(rows, index, images)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(samplefiles.Rows, "put", stop)
-        with pytest.raises(KeyboardInterrupt):
-            write_samples(model, tmp_path / "s.npz", 3, QUICK, batch_size=2)
-    there = np.load(file)
-    if damage == "cut short":
-        file.write_bytes(file.read_bytes()[:-2])
-    elif damage == "a folder":
-        file.unlink()
-        file.mkdir()
-    else:
-        np.save(file, there.astype(np.float32) if "numbers" in damage else there[None])
-    with pytest.raises(ValueError, match=rf"^{file.parent} is damaged: remove it$"):
-        write_samples(model, tmp_path / "s.npz", 3, QUICK)
-
-
 def test_places_that_cannot_be_written_are_refused_before_sampling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,15 +212,12 @@ def test_a_full_disk_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ValueError, match=r"s\.npz.*No space left.*choose another place \(residua sample --out\)"):
         write_samples(model, tmp_path / "s.npz", 2, QUICK)
-    assert not list(tmp_path.rglob("*.npy"))
+    assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(os, "posix_fallocate", real)
     monkeypatch.setattr(np, "savez", full)
     with pytest.raises(ValueError, match=r"s\.npz.*No space left"):
         write_samples(model, tmp_path / "s.npz", 2, QUICK)
-    monkeypatch.undo()
-    monkeypatch.setattr(samplefiles, "generate", full)  # nothing is made twice
-    write_samples(model, tmp_path / "s.npz", 2, QUICK)
-    assert len(np.load(tmp_path / "s.npz")["arr_0"]) == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_samples_of_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
@@ -302,10 +229,10 @@ def test_samples_of_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
             write_samples(model, tmp_path / name, 2, Sampling(steps=4))
     other = network(embed_dim=16)
     next(other.parameters()).data.add_(1)
-    for name in ("a", "b.npz"):
+    for name, more in (("a", 3), ("b.npz", 2)):
         with pytest.raises(ValueError, match=r"other settings \(weights"):
             write_samples(other, tmp_path / name, 4, QUICK)
-        write_samples(network(), tmp_path / name, 3, QUICK, about={"checkpoint": "moved"})
+        write_samples(network(), tmp_path / name, more, QUICK, about={"checkpoint": "moved"})
     (tmp_path / "mine").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "mine" / "000000.png")
     with pytest.raises(ValueError, match="unknown"):
@@ -353,7 +280,7 @@ def test_the_command_writes_what_score_reads(run: Path, tmp_path: Path, capsys: 
     assert len(list((run / "samples").rglob("*.png"))) == 4
 
 
-@pytest.mark.parametrize(("name", "kept"), [("s", "s"), ("s.npz", ".s.npz.parts"), ("s.png", None)])
+@pytest.mark.parametrize(("name", "kept"), [("s", "s"), ("s.npz", None), ("s.png", None)])
 def test_interrupted_the_command_names_what_is_there(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str, kept: str | None
 ) -> None:
@@ -390,15 +317,10 @@ def test_the_command_for_scores_fits_data_of_mixed_sizes(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("score:")]
     command = shlex.split(line.removeprefix("score:"))
     assert command[-len(side) - 3 :] == ["--reference-split", "train", "--img-size", *side]
-    torch.jit.script(Mean()).save(tmp_path / "mean.pt")
-    assert cli.main([*command[1:], "--extractor", str(tmp_path / "mean.pt"), "--no-cache", "--device", "cpu"]) == 0
-
-
-class Mean(torch.nn.Module):
-    """The mean colour of an image."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean([2, 3])
+    encoder: Any = residua.create_model("vit", img_size=8, patch_size=4, embed_dim=8, depth=1, num_heads=1)
+    encoder.preprocessing = Preprocessing((8, 8), (0.5,) * 3, (0.5,) * 3)
+    write_checkpoint(tmp_path / "encoder", 1, encoder, {})
+    assert cli.main([*command[1:], "--extractor", str(tmp_path / "encoder"), "--no-cache", "--device", "cpu"]) == 0
 
 
 def test_samples_of_many_channels_are_not_sent_to_score(tmp_path: Path, capsys: Any) -> None:
@@ -406,7 +328,10 @@ def test_samples_of_many_channels_are_not_sent_to_score(tmp_path: Path, capsys: 
     model.preprocessing = Preprocessing((8, 8), (0.5,) * 5, (0.5,) * 5, 5)
     write_checkpoint(tmp_path / "run", 1, model, {})
     assert cli.main(["sample", "run", "-n", "1", "--steps", "2", "--device", "cpu", "--out", "s.npz"]) == 0
+    assert cli.main(["sample", "run", "-n", "1", "--steps", "2", "--device", "cpu"]) == 0
     assert "residua score" not in capsys.readouterr().out
+    (made,) = (tmp_path / "run" / "samples").iterdir()
+    assert np.load(made)["arr_0"].shape == np.load("s.npz")["arr_0"].shape == (1, 8, 8, 5)
 
 
 def test_the_command_speaks_of_guidance_where_there_are_classes(run: Path, tmp_path: Path, capsys: Any) -> None:

@@ -92,7 +92,9 @@ def test_what_is_given_is_not_taken_over() -> None:
     assert (taken.model.size, taken.model.decoder_embed_dim, taken.model.patch_size) == ("tiny", 8, 4)
     given = as_in(Pretrain().override(size="small", patch_size=8), there)
     assert (given.model.size, given.model.decoder_embed_dim, given.model.patch_size) == ("small", None, 8)
-    assert as_in(Pretrain().override(decoder="plain"), there).model.decoder_embed_dim is None
+    plain = as_in(Pretrain(), there | {"decoder": "plain"})
+    assert (plain.model.decoder, plain.model.decoder_embed_dim) == ("plain", 8)
+    assert as_in(Pretrain(), there | {"decoder": "plain"}, given=("decoder",)).model.decoder == "ushape"
     assert as_in(Pretrain(), there | {"name": "uvit"}) == Pretrain()  # refused with its weights
 
 
@@ -100,7 +102,7 @@ def test_encoders_of_timm_come_along_and_others_are_refused(run: Path, tmp_path:
     pretrain(small(tmp_path / "run", encoder="timm:test_vit", embed_dim=None, depth=None, num_heads=None, steps=1))
     model = started(tmp_path / "run").config.model
     assert (model.encoder, model.patch_size) == ("timm:test_vit", 4)
-    with pytest.raises(ValueError, match=r"img_size 16 there, 8 here\..*--encoder timm:test_vit --patch-size 4"):
+    with pytest.raises(ValueError, match=r"img_size 16 there, 8 here\. Leave such settings out"):
         started(tmp_path / "run", img_size=8)
     with pytest.raises(ValueError, match=r"in_chans 3 there, 1 here.* take images of as many channels"):
         started(tmp_path / "run", data="digits", img_size=16)

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from residua import files
+from residua import disk
 
 
 def test_a_text_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.yaml"
-    files.write_text(path, "old")
-    monkeypatch.setattr(files, "sync", lambda p: (_ for _ in ()).throw(OSError("cut off here")))
+    disk.write_text(path, "old")
+    monkeypatch.setattr(disk, "sync", lambda p: (_ for _ in ()).throw(OSError("cut off here")))
     with pytest.raises(OSError, match="cut off"):
-        files.write_text(path, "new and longer")
+        disk.write_text(path, "new and longer")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["config.yaml"]
 
@@ -22,7 +22,7 @@ def test_a_text_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_nothing_is_left_of_what_was_not_finished(tmp_path: Path, error: BaseException) -> None:
     def write() -> None:
-        with files.replacing(tmp_path / "a.bin") as part:
+        with disk.replacing(tmp_path / "a.bin") as part:
             part.write_bytes(b"half")
             assert part.parent == tmp_path
             raise error
@@ -38,13 +38,13 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Path, "write_text", write)
     with pytest.raises(OSError, match=r"No space left on device: '.*config\.yaml'$"):
-        files.write_text(tmp_path / "config.yaml", "text")
+        disk.write_text(tmp_path / "config.yaml", "text")
 
 
 def test_only_errors_of_the_disk_are_given_a_file(tmp_path: Path) -> None:
     """A tracker that loses its connection has not failed to write to the run."""
     for number, file in ((errno.ENOSPC, str(tmp_path)), (errno.ECONNREFUSED, None)):
-        with pytest.raises(OSError) as raised, files.named(tmp_path):
+        with pytest.raises(OSError) as raised, disk.named(tmp_path):
             raise OSError(number, "something is wrong")
         assert raised.value.filename == file
 
@@ -52,18 +52,18 @@ def test_only_errors_of_the_disk_are_given_a_file(tmp_path: Path) -> None:
 def test_an_error_speaks_of_the_file_that_was_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.txt").mkdir()  # where it cannot be put
     with pytest.raises(OSError, match=r"'[^']*/a\.txt'$"):
-        files.write_text(tmp_path / "a.txt", "text")
+        disk.write_text(tmp_path / "a.txt", "text")
     with pytest.raises(FileNotFoundError, match=r"'[^']*/gone/a\.txt'$"):
-        files.write_text(tmp_path / "gone" / "a.txt", "text")
+        disk.write_text(tmp_path / "gone" / "a.txt", "text")
 
 
 def test_what_failed_is_told_where_the_folder_is_gone(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="gone"):
-        files.write_text(tmp_path / "gone" / "a.txt", "text")
+        disk.write_text(tmp_path / "gone" / "a.txt", "text")
 
 
 def test_a_new_file_has_the_permissions_of_any_other(tmp_path: Path) -> None:
-    files.write_text(tmp_path / "ours", "text")
+    disk.write_text(tmp_path / "ours", "text")
     (tmp_path / "plain").write_text("text")
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
@@ -71,7 +71,7 @@ def test_a_new_file_has_the_permissions_of_any_other(tmp_path: Path) -> None:
 def test_nothing_is_left_of_a_file_made_for_others_to_read_either(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("old")
     for name in ("old", "new"):
-        with pytest.raises(OSError, match="full"), files.readable(tmp_path / name):
+        with pytest.raises(OSError, match="full"), disk.readable(tmp_path / name):
             raise OSError("full")
     assert os.listdir(tmp_path) == ["old"]
     assert (tmp_path / "old").read_text() == "old"
@@ -79,25 +79,10 @@ def test_nothing_is_left_of_a_file_made_for_others_to_read_either(tmp_path: Path
 
 def test_two_writers_do_not_share_what_is_unfinished(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    with files.replacing(path) as one:
+    with disk.replacing(path) as one:
         one.write_text("one")
-        with files.replacing(path) as two:
+        with disk.replacing(path) as two:
             two.write_text("two")
         assert path.read_text() == "two"
     assert path.read_text() == "one"
     assert os.listdir(tmp_path) == ["a.txt"]
-
-
-def test_windows_syncs_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, like_windows: None) -> None:
-    synced: list[str] = []
-    before = os.fsync
-    monkeypatch.setattr(
-        os, "fsync", lambda handle: (synced.append(os.readlink(f"/proc/self/fd/{handle}")), before(handle))
-    )
-    (tmp_path / "a.bin").write_bytes(b"there already")
-    files.sync(tmp_path / "a.bin")
-    files.sync(tmp_path)
-    assert synced == [str(tmp_path / "a.bin")]
-    assert (tmp_path / "a.bin").read_bytes() == b"there already"
-    files.write_text(tmp_path / "b.txt", "text")
-    assert (tmp_path / "b.txt").read_text() == "text"

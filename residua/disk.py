@@ -1,15 +1,16 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, files that one process holds at a time, and room for them."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
-WINDOWS = os.name == "nt"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_DISKS = (*FULL, errno.EIO, errno.EROFS, errno.EFBIG)
 
@@ -69,14 +70,65 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk.
-
-    Windows syncs what is open for writing, and opens no folders.
-    """
-    if WINDOWS and path.is_dir():
-        return
-    handle = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def set_aside(file: int, size: int) -> None:
+    """Give an open file (its descriptor) `size` bytes of disk: an `OSError` on a full one. On a file system that sets
+    nothing aside the file is only made that long."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            return os.posix_fallocate(file, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+    os.ftruncate(file, size)
+
+
+# ---------------------------------------------------------------- held by one process
+
+_HELD: dict[Path, IO[bytes]] = {}
+
+
+def hold(file: IO[bytes]) -> bool:
+    """Lock an open file for as long as it is open here or in a child; False where another process has it.
+
+    On file systems without locks everyone gets it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def claim(path: Path) -> bool:
+    """Hold a file, made if need be, until `release` or the end of this process; False where another one has it."""
+    path = path.resolve()
+    if path in _HELD:
+        return True
+    file = path.open("ab")
+    if not hold(file):
+        file.close()
+        return False
+    _HELD[path] = file
+    return True
+
+
+def held(path: Path) -> bool:
+    """Whether this process holds it already: `claim` is true then, too."""
+    return path.resolve() in _HELD
+
+
+def release(path: Path) -> None:
+    """Let others have it."""
+    file = _HELD.pop(path.resolve(), None)
+    if file is not None:
+        file.close()
