@@ -31,7 +31,7 @@ from torchvision.transforms import InterpolationMode
 
 from residua import create_model
 from residua.data import Crops, Feed, Source, Splits, decode, load
-from residua.evaluate import embed
+from residua.evaluate.table import write_table
 from residua.train import Pretrain, prepare
 
 SIDE, BATCH = 224, 256
@@ -167,7 +167,7 @@ def training_rates(spec: str, workers: int, steps: int, rounds: int) -> dict[str
 
 
 def measuring_rates(source: Source, order: Tensor, rounds: int, made: Path) -> dict[str, list[float]]:
-    """Images a second of `residua.evaluate.embed`, and of the same network's forward pass on images that are there."""
+    """Images a second of `residua.embed`, and of the same network's forward pass on images that are there."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = {"embed_dim": 768, "num_heads": 12} if device.type == "cuda" else {"embed_dim": 192, "num_heads": 3}
     model = create_model("vit", img_size=SIDE, patch_size=16, depth=12, **size).to(device).eval()
@@ -176,7 +176,7 @@ def measuring_rates(source: Source, order: Tensor, rounds: int, made: Path) -> d
     rates: dict[str, list[float]] = {"embedding": [], "forward pass": []}
     for round_ in range(rounds + 1):
         start = time.perf_counter()
-        embed(model, data, made / "features.parquet", device=device, bf16=half)
+        write_table(model, data, made / "features.parquet", device=device, bf16=half)
         middle = time.perf_counter()
         with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=half):
             for k in range(0, len(order), BATCH):

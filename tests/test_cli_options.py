@@ -51,7 +51,7 @@ SCORES: dict[str, Any] = {
     "baselines": False, "on_bad_image": "skip", "bf16": True, "cache": None, "device": "meta",
 }  # fmt: skip
 ARRIVING: dict[str, tuple[str, dict[str, Any]]] = {
-    "residua.evaluate:evaluate": (
+    "residua.evaluate.suite:evaluate": (
         EVALUATED + " --geometry --shots 1 5 --readout cls patches --img-size 24 16",
         SCORES | {"geometry": True, "shots": (1, 5), "readout": ("cls", "patches"), "img_size": (24, 16)},
     ),
@@ -59,7 +59,7 @@ ARRIVING: dict[str, tuple[str, dict[str, Any]]] = {
         EVALUATED + " --times 0.3 0.6",
         SCORES | {"times": (0.3, 0.6)},
     ),
-    "residua.evaluate:embed": (
+    "residua.evaluate.table:write_table": (
         "embed RUN --data digits --layers 1 --readout cls --img-size 24 --batch-size 9 --on-bad-image skip "
         "--device meta",
         {"layers": [1], "readout": "cls", "img_size": (24, 24), "batch_size": 9, "on_bad_image": "skip",
@@ -145,8 +145,9 @@ def test_what_has_no_name_arrives_in_order(run: Path, tmp_path: Path, monkeypatc
         "residua.anatomy.counterfactual:run", "counterfactual", "depth", "--top", "4", "--images", "3"
     )
     assert (str(folder), found) == ("counterfactuals/depth", Look(k=4, images=3))
-    _, data, out = given("residua.evaluate:embed", "embed", str(run), "--data", "digits", "--out", "f.parquet")
-    assert (data, str(out)) == ("digits", "f.parquet")
+    args = ["embed", str(run), "--data", "digits", "--out", "f.parquet"]
+    _, data, out = given("residua.evaluate.table:write_table", *args)
+    assert (data.train.name, str(out)) == ("digits", "f.parquet")
     assert given("residua.export:export", "export", str(run), "--to", "onnx", "--out", "o") == (str(run), "onnx", "o")
     assert given("residua.report:compare", "compare", "a", "b", "--out", "p") == ([Path("a"), Path("b")], Path("p"))
     assert given("residua.evaluate.generative:score", "score", "s", "--reference", "r") == ("s", "r")

@@ -46,13 +46,13 @@ Residua trains, measures and explains residual networks whose shortcuts fade wit
 
 Add --help to a command for its options."""
 COMMANDS = {
-    "demo": "demo", "pretrain": "pretrain", "evaluate": "evaluate", "finetune": "finetune", "segment": "segment",
-    "diffuse": "diffuse", "sample": "sample",
-    "anatomy": "anatomy", "counterfactual": "counterfactual", "ujm": "anatomy",
-    "score": "score", "compare": "compare", "sweep": "sweep", "embed": "evaluate", "data": "data", "recipes": "recipes",
-    "export": "export",
-}  # fmt: skip
-"""Command -> the file of this folder that has a function of that name."""
+    name: f"residua.cli.{name}"
+    for name in (
+        "demo", "pretrain", "finetune", "segment", "diffuse", "sample", "anatomy", "counterfactual", "score", "compare",
+        "sweep", "data", "recipes", "export",
+    )
+} | {"ujm": "residua.cli.anatomy"} | {name: f"residua.commands.{name}" for name in ("evaluate", "embed")}  # fmt: skip
+"""Command -> the module that has its `Options` and does its `work`, or that reads what was typed by itself."""
 
 
 def _as_note(show: Callable[..., None]) -> Callable[..., None]:
@@ -111,12 +111,15 @@ def _main(args: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=2) or list(COMMANDS)
         return fail(f"there is no command {name!r}; did you mean {' or '.join(near)}?")
     try:
-        module = importlib.import_module(f"residua.cli.{COMMANDS[name]}")
+        module = importlib.import_module(COMMANDS[name])
         with warnings.catch_warnings():
             warnings.showwarning = _as_note(warnings.showwarning)
             listen(counting)
             try:
-                getattr(module, name)(args)
+                if hasattr(module, "work"):
+                    module.work(_parsed(module.Options, args, name))
+                else:
+                    getattr(module, name)(args)
             finally:
                 stop_counting()
             _part()
@@ -135,6 +138,12 @@ def _main(args: list[str]) -> int:
         )
         return fail(f"{error}{hint}", 1 if stopped else 2)
     return 0
+
+
+def _parsed(options: type, args: list[str], name: str) -> Any:
+    import tyro
+
+    return tyro.cli(options, args=args, prog=f"residua {name}")
 
 
 def _full(error: OSError) -> str:

@@ -164,15 +164,14 @@ def evaluate_options(after: Mapping[str, list[str]], given: Mapping[str, list[st
     import tyro
 
     from residua.commands.console import device_of, quickest_probe
-
-    from .evaluate import EvaluateOptions
+    from residua.commands.evaluate import Options
 
     cpu = "cpu" in given
     options = [part for name, values in after.items() for part in (f"--{name}", *values)]
     if "probe" not in after:
         options += ["--probe", quickest_probe(device_of("cpu" if cpu else None))]
     options += ["--no-cache", *(["--device", "cpu"] if cpu else [])]
-    asked = tyro.cli(EvaluateOptions, args=["run", *options], prog="residua sweep")
+    asked = tyro.cli(Options, args=["run", *options], prog="residua sweep")
     if asked.probe in ("none", "mae"):
         raise ValueError(f"--probe {asked.probe}: of diffusion models there are lbfgs, simple and cached")
     return options

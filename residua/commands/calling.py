@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from residua.commands import console
 from residua.commands.run import Run, temporary_folder
 
 Command = Literal["pretrain", "diffuse", "finetune"]
+Options = TypeVar("Options")
+Result = TypeVar("Result")
 
 
 def settled(command: Command, start: str | Path | None, settings: Mapping[str, Any]) -> tuple[Any, set[str]]:
@@ -53,6 +55,39 @@ def called(progress: bool, config: Any, train: Callable[[Any], Any]) -> Any:
     finally:
         if folder is not None and run is None and not any(folder.glob("checkpoints/step-*")):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def measured(progress: bool, work: Callable[[Any], Result], options: Any) -> Result:
+    """Do what a command does by its options, quietly unless told, and leave the caller's world as it was."""
+    with undisturbed_world(), heard(progress):
+        return work(options)
+
+
+def options_of(kind: type[Options], given: Mapping[str, Any], **first: Any) -> Options:
+    """Options of a command from keywords; `first` are the arguments by place, which may be objects in memory.
+
+    A single value stands for a list of one, and None for an option that is left out or that "none" turns off.
+    """
+    from residua.data.errors import did_you_mean
+    from residua.train.options import accepts, check, in_words
+
+    kinds = get_type_hints(kind)
+    for name in given:
+        if name not in kinds:
+            raise ValueError(f"no option named {name}; {did_you_mean(name, kinds)}")
+    values = {name: _as_declared(value, kinds[name]) for name, value in given.items()}
+    check([(name, given[name], accepts(value, kinds[name]), in_words(kinds[name])) for name, value in values.items()])
+    plain = {name: str(v) if isinstance(v, Path) else v for name, v in first.items() if v is not None}
+    return kind(**plain, **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+
+def _as_declared(value: Any, kind: Any) -> Any:
+    """A keyword's value in the form that settings of this type have in a file."""
+    if get_origin(kind) is tuple:
+        return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    if value is None and "none" in get_args(kind):
+        return "none"
+    return str(value) if isinstance(value, Path) else value
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.status import Status
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from residua.data import Splits
     from residua.train.session import Estimate, Session
 
@@ -82,13 +84,15 @@ def typed(args: Sequence[str]) -> set[str]:
     return {flag.removeprefix("no_") for flag in flags(args)} | written.keys()
 
 
-def layers(given: tuple[str, ...]) -> Any:
-    if given in (("last",), ("all",)):
-        return given[0]
-    try:
-        return [int(item) for item in given]
-    except ValueError:
-        raise ValueError(f"--layers {' '.join(given)}: give last, all, or block numbers") from None
+Layers = tuple[Literal["last", "all"] | int, ...]
+
+
+def layers(given: Layers) -> Any:
+    """As the readers of features take them: a word, or block numbers."""
+    words = [item for item in given if isinstance(item, str)]
+    if words and len(given) > 1:
+        raise ValueError(f"layers {' '.join(map(str, given))}: give last, all, or block numbers")
+    return words[0] if words else list(given)
 
 
 def img_size(given: tuple[int, ...]) -> tuple[int, int] | None:
@@ -97,12 +101,28 @@ def img_size(given: tuple[int, ...]) -> tuple[int, int] | None:
     return (given[0], given[-1]) if given else None
 
 
-def open_any(model: str, weights: str | None = None, size: tuple[int, int] | None = None) -> Any:
-    """A run's model, or one of another library by name."""
+def run_folder(model: str | nn.Module) -> Path | None:
+    """The run that a model is given as; None where it is something else."""
+    path = Path(model).expanduser() if isinstance(model, str) else None
+    return path if path is not None and (path / "checkpoints").is_dir() else None
+
+
+def opened(data: str | Splits) -> Splits:
+    from residua.data import load
+
+    return load(data) if isinstance(data, str) else data
+
+
+def open_any(model: str | nn.Module, weights: str | None = None, size: tuple[int, int] | None = None) -> Any:
+    """A run's model, one of another library by name, or the one in memory."""
     import residua
     from residua.adapt import encoder_of, is_name, open_model
     from residua.adapt.foreign import preprocessing_of
 
+    if not isinstance(model, str):
+        if weights is not None:
+            raise ValueError(f"weights are for a model by name: a {type(model).__name__} in memory has its own")
+        return model
     if not is_name(model) or size is None:
         return residua.load(model, weights=weights)
     options: dict[str, Any] = (
@@ -118,10 +138,12 @@ def open_any(model: str, weights: str | None = None, size: tuple[int, int] | Non
     return found
 
 
-def data_of(model: str) -> str:
+def data_of(model: str | nn.Module) -> str:
     """What a run was trained on."""
     from residua.train.options import check_place, trained_on
 
+    if not isinstance(model, str):
+        raise ValueError(f"a {type(model).__name__} in memory does not say which images to use: give data")
     found = trained_on(model)
     if found is None:
         raise ValueError(f"{model} does not say which images to use: add --data")
@@ -145,11 +167,13 @@ def cached(splits: Splits, where: str | None, model: Any, size: tuple[int, int] 
     return found
 
 
-def bad_images(model: str, spec: str) -> Any:
+def bad_images(model: str | nn.Module, data: str | Splits) -> Any:
     """What the run did about unreadable images, if these are its own."""
     from residua.train.options import setting_of, trained_on
 
-    return (setting_of(model, "on_bad_image") if trained_on(model) == spec else None) or "error"
+    if not isinstance(model, str) or trained_on(model) != data:
+        return "error"
+    return setting_of(model, "on_bad_image") or "error"
 
 
 def out_file(given: str, name: str) -> Path:

@@ -60,7 +60,7 @@ def train(config: Any, given: set[str]) -> Any:
 
 
 def _scores_while_training(model: Any, session: Pretraining, health: Health) -> dict[str, float]:
-    from residua.evaluate import evaluate
+    from residua.evaluate.suite import evaluate
 
     report = evaluate(
         model,
@@ -79,7 +79,7 @@ def _scores_while_training(model: Any, session: Pretraining, health: Health) -> 
 
 
 def _closing_words(model: Any, session: Pretraining) -> None:
-    from residua.evaluate import evaluate
+    from residua.evaluate.suite import evaluate
     from residua.report import run_report
 
     report = evaluate(

@@ -4,13 +4,19 @@ feats = extract(model, "cifar100", layers="all", readout="tokens")
 knn(feats.train, feats.test, k=20, temperature=0.07)
 linear_probe(feats.train, feats.test, protocol="simple")
 entropy_rank(feats.test.last), rankme(feats.test.last)
+
+Called, the package scores a model as the command does: `residua.evaluate("runs/a")`.
 """
+
+import sys
+from typing import Any
+
+from residua.callable import Command, command
 
 from .attention_maps import attention_weights, class_attention
 from .cache import CacheError, FeatureCache
-from .diffusion import evaluate_diffusion
+from .clusters import segment
 from .dynamics import Dynamics, dynamics
-from .embed import embed
 from .features import extract, pixel_features
 from .featureset import Features, FeatureSet
 from .fid import Statistics, frechet_distance, inception_score, kernel_distance, precision_recall, statistics
@@ -33,10 +39,8 @@ from .rank import (
     stable_rank,
 )
 from .report import Report, Score
-from .segment import segment
 from .segmentation import Segmentation, SegmentScore
 from .spectral import spectral_embedding
-from .suite import evaluate
 
 __all__ = [
     "CacheError",
@@ -63,10 +67,7 @@ __all__ = [
     "class_attention",
     "class_separation",
     "dynamics",
-    "embed",
     "entropy_rank",
-    "evaluate",
-    "evaluate_diffusion",
     "extract",
     "few_shot_knn",
     "finetune",
@@ -96,3 +97,12 @@ __all__ = [
     "statistics",
     "variance_ratio",
 ]
+
+sys.modules[__name__].__class__ = Command
+
+
+def __getattr__(name: str) -> Any:
+    """What is a command by itself: `residua.evaluate.score` is `residua.score`."""
+    if name in ("embed", "evaluate"):
+        return command(name)
+    raise AttributeError(f"module 'residua.evaluate' has no attribute {name!r}")

@@ -156,7 +156,7 @@ def evaluate_diffusion(
 
     One pass over the images computes all; all heads of the probe train together, and (layer, t) is chosen on held-out
     training images: `report.value("linear probe")` is the chosen one's, on test images. `times` are noise levels in
-    (0, 1); other options are those of `residua.evaluate.evaluate`, and features are the mean of the patch tokens.
+    (0, 1); other options are those of `suite.evaluate`, and features are the mean of the patch tokens.
 
     >>> report = evaluate_diffusion(residua.load("runs/d"), "cifar100", probe="lbfgs")
     >>> report.value("linear probe"), best(report)
@@ -236,7 +236,7 @@ def _check_probe(probe: str | None, n: int, options: dict[str, Any]) -> None:
 def _preprocessing(model: nn.Module, train: Source) -> Preprocessing:
     """The model's own, checked against the images."""
     if not is_diffusion(model):
-        raise ValueError(f"a {type(model).__name__} is no diffusion model: residua.evaluate.evaluate scores it")
+        raise ValueError(f"a {type(model).__name__} is no diffusion model: residua.evaluate scores it")
     own: Any = getattr(model, "preprocessing", None)
     if own is None or getattr(model, "process", None) is None:
         raise ValueError("this model lacks a process or preprocessing: set model.process and model.preprocessing")

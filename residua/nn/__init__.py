@@ -82,8 +82,7 @@ def encoder_of(model: nn.Module) -> ViT:
     """The encoder of an autoencoder or classifier, or the model itself where it is one."""
     if isinstance(model, UViT | SiT):
         raise TypeError(
-            f"a {type(model).__name__} is a diffusion model, whose features depend on the noise: use "
-            "residua.evaluate.evaluate_diffusion"
+            f"a {type(model).__name__} is a diffusion model, whose features depend on the noise: use residua.evaluate"
         )
     encoder = getattr(model, "encoder", model)
     if not isinstance(encoder, ViT):

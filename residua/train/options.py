@@ -159,7 +159,7 @@ class Config:
         kinds = {name: kind for group in groups for name, kind in get_type_hints(type(group)).items()}
         config = self.override(**values)
         listed = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        check([(name, value, _is(value, kinds[name]), _words(kinds[name])) for name, value in listed.items()])
+        check([(name, value, accepts(value, kinds[name]), in_words(kinds[name])) for name, value in listed.items()])
         return config
 
     def settings(self) -> dict[str, Any]:
@@ -262,33 +262,33 @@ def _number(value: Any) -> Any:
     return int(number) if number.is_integer() else number
 
 
-def _is(value: Any, kind: Any) -> bool:
-    """Whether a value read from a file is of the type that a setting is declared with."""
+def accepts(value: Any, kind: Any) -> bool:
+    """Whether a value, with lists for tuples, is of the type that a setting is declared with."""
     parts = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        return any(_is(value, part) for part in parts)
+        return any(accepts(value, part) for part in parts)
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in parts
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             return False
         kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
-        return len(value) == len(kinds) and all(map(_is, value, kinds))
+        return len(value) == len(kinds) and all(map(accepts, value, kinds))
     if kind in (int, float):
         return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
     return isinstance(value, kind)
 
 
-def _words(kind: Any) -> str:
+def in_words(kind: Any) -> str:
     """A type, for people."""
     plain = {float: "a number", int: "a whole number", bool: "true or false", str: "text", NoneType: "null", ...: "..."}
     parts = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(_words(part) for part in parts)
+        return " or ".join(in_words(part) for part in parts)
     if get_origin(kind) is Literal:
         return " or ".join(parts)
     if get_origin(kind) is tuple:
-        return f"[{', '.join(_words(part) for part in parts)}]"
+        return f"[{', '.join(in_words(part) for part in parts)}]"
     return plain[kind]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import residua
 from residua.adapt.encoder import TimmViT, check, create_model, model_data, open_encoder
 from residua.cli import main
+from residua.evaluate import suite
 from residua.nn import MAE
 from residua.train import Pretrain, fit, prepare
 from residua.train import checkpoint as ckpt
@@ -202,7 +203,7 @@ def test_a_run_resumes_loads_and_is_evaluated(tmp_path: Path) -> None:
     model: Any = residua.load(tmp_path / "a")
     assert model.preprocessing.img_size == (16, 16)
     torch.testing.assert_close(model.state_dict(), whole.state_dict())
-    report = residua.evaluate.evaluate(model, "shapes", probe=None, limit=40, layers="all", neighbors=0)
+    report = suite.evaluate(model, "shapes", probe=None, limit=40, layers="all", neighbors=0)
     assert report.layers == list(range(model.encoder.depth))
 
 

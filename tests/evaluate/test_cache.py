@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from residua.data import Preprocessing, Splits
-from residua.evaluate import CacheError, FeatureCache, FeatureSet, evaluate, extract
+from residua.evaluate import CacheError, FeatureCache, FeatureSet, extract
 from residua.evaluate.cache import Entry, checksum, weights_hash
+from residua.evaluate.suite import evaluate
 from residua.nn import ViT
 
 

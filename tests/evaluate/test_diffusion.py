@@ -12,6 +12,7 @@ import residua
 from residua import cli
 from residua.data import DataError, Preprocessing, Splits, mixing, rng
 from residua.data.arrays import ArraySource
+from residua.evaluate import suite
 from residua.evaluate.diffusion import (
     NoisedReader,
     best,
@@ -40,10 +41,9 @@ def network(name: str = "uvit", **options: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["uvit", "sit"])
 def test_what_reads_encoders_points_to_what_reads_diffusion_models(name: str) -> None:
-    for read in (residua.evaluate.evaluate, residua.evaluate.extract):
-        with pytest.raises(TypeError, match=r"is a diffusion model.* use residua\.evaluate\.evaluate_diffusion$"):
+    for read in (suite.evaluate, residua.evaluate.extract):
+        with pytest.raises(TypeError, match=r"is a diffusion model.* use residua\.evaluate$"):
             read(network(name), DATA)
-    assert residua.evaluate.evaluate_diffusion is evaluate_diffusion
 
 
 @pytest.mark.parametrize("name", ["uvit", "sit"])

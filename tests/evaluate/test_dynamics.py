@@ -15,9 +15,9 @@ from PIL import Image
 from scipy.stats import pearsonr
 
 from residua.data import load
-from residua.evaluate import evaluate
 from residua.evaluate.dynamics import KNN, NORM, PROBE, RANK, Dynamics, Point, dynamics, norm_history, pearson
 from residua.evaluate.maps import feature_norms, sample_images
+from residua.evaluate.suite import evaluate
 from residua.nn import create_model
 from residua.train.checkpoint import load as load_model
 from residua.train.checkpoint import write_checkpoint

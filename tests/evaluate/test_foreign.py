@@ -18,7 +18,8 @@ from residua.adapt import Foreign, encoder_of, open_model, untrained
 from residua.adapt.foreign import as_tokens
 from residua.cli import main
 from residua.data import Preprocessing, Splits
-from residua.evaluate import evaluate, extract
+from residua.evaluate import extract
+from residua.evaluate.suite import evaluate
 
 TINY: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 16,

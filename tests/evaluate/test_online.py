@@ -10,11 +10,12 @@ from timm.optim import Lars
 
 from residua.data import Batch, Splits, load, train_view
 from residua.data.errors import DataWarning
-from residua.evaluate import CollapsedError, evaluate, mae_probe, online
+from residua.evaluate import CollapsedError, mae_probe, online
 from residua.evaluate.features import Subject, encoder_subject, pixel_subject, preprocessing_of
 from residua.evaluate.online import LarsHeads, probe_online
 from residua.evaluate.protocols import ProbeResult, Recipe, resolve_recipe, split
 from residua.evaluate.reading import View, open_feed
+from residua.evaluate.suite import evaluate
 from residua.nn import ViT
 
 EPOCHS, BATCH, SEED = 3, 20, 4

@@ -10,7 +10,6 @@ from scipy.stats import binomtest
 from residua.data import Feed, Splits
 from residua.evaluate import (
     entropy_rank,
-    evaluate,
     extract,
     few_shot_knn,
     knn,
@@ -29,7 +28,7 @@ from residua.evaluate.protocols import split
 from residua.evaluate.reading import PixelReader
 from residua.evaluate.report import Report
 from residua.evaluate.scoring import add_knn
-from residua.evaluate.suite import probe_features, untrained
+from residua.evaluate.suite import evaluate, probe_features, untrained
 from residua.nn import MAE, ViT
 
 FAST = {"probe": None, "rank": False, "neighbors": 0}

@@ -10,7 +10,7 @@ import pytest
 
 from residua.data import Splits, load
 from residua.data.arrays import ArraySource
-from residua.evaluate import evaluate
+from residua.evaluate.suite import evaluate
 from residua.report import run_report
 from residua.report.run import _summary
 from residua.report.runs import by_depth, headline, read_run

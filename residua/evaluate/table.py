@@ -37,10 +37,10 @@ from .featureset import Readout
 from .reading import in_rounds
 
 
-def embed(
+def write_table(
     model: nn.Module,
     data: str | Splits,
-    out: str | Path,
+    out: Path,
     *,
     layers: Layers = "last",
     readout: Readout = "tokens",
@@ -48,31 +48,24 @@ def embed(
     batch_size: int = 256,
     row_group: int = 4096,
     device: str | torch.device | None = None,
-    limit: int | None = None,
-    seed: int = 0,
     bf16: bool = False,
     on_bad_image: OnBadImage = "error",
     splits: Sequence[str] = ("train", "test"),
     progress: Progress | None = None,
 ) -> Path:
-    """Write features to a parquet file as they are computed; memory holds one row group.
+    """Write features to a parquet file, as `residua.embed` says, while they are computed; memory holds one row group.
 
-    Columns: `id` (path or number of the image), `split`, `label` and `class` (null where unknown), and one
-    `layer_<i>` of float32 vectors per layer. How they were made is in the file's metadata under "residua".
     The file appears under its name when it is complete. `progress` is told of images, as by `extract`. Several
     processes share the images; the first one writes.
     """
-    out = Path(out).expanduser()
-    if out.is_dir():
-        raise ValueError(f"{out} is a folder: name the file to write, such as {out / 'features.parquet'}")
     encoder = encoder_of(model)
     chosen = resolve_layers(layers, encoder.depth)
     reader = EncoderReader(encoder, chosen, check_readout(readout))
     data = load(data) if isinstance(data, str) else data
-    sources = {name: s for name in splits if (s := pick_split(data, name, limit, seed)) is not None}
+    sources = {name: s for name in splits if (s := pick_split(data, name)) is not None}
     if not sources:
         raise DataError(f"{data.name} has none of the splits {', '.join(splits)}")
-    view = View(preprocessing_of(model, data.train, img_size), batch_size, seed=seed, bf16=bf16)
+    view = View(preprocessing_of(model, data.train, img_size), batch_size, bf16=bf16)
     about = {"data": data.name, "readout": readout, "layers": chosen, "model": encoder.config}
     about["preprocessing"] = view.preprocessing.to_dict()
     widths = encoder.widths() if isinstance(encoder, Foreign) else [encoder.embed_dim] * encoder.depth

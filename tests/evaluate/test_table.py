@@ -10,12 +10,15 @@ from PIL import Image
 from residua.data import DataError, Preprocessing, Splits
 from residua.data.errors import DataWarning
 from residua.data.feed import Feed
-from residua.evaluate import embed, extract
+from residua.evaluate import extract
+from residua.evaluate.table import write_table
 from residua.nn import ViT
 
 
 def test_the_file_holds_what_extract_returns(vit: ViT, noise: Splits, tmp_path: Path) -> None:
-    out = embed(vit, noise, tmp_path / "new" / "f.parquet", layers=[0, 2], readout="cls", batch_size=8, row_group=16)
+    out = write_table(
+        vit, noise, tmp_path / "new" / "f.parquet", layers=[0, 2], readout="cls", batch_size=8, row_group=16
+    )
     feats = extract(vit, noise, layers=[0, 2], readout="cls", batch_size=8)
     assert feats.test is not None
     table = pq.read_table(out)
@@ -35,7 +38,7 @@ def test_rows_are_written_as_they_come_and_the_file_says_how_it_was_made(
     vit: ViT, noise: Splits, tmp_path: Path
 ) -> None:
     told: list[tuple[str, int, int]] = []
-    file = pq.ParquetFile(embed(vit, noise, tmp_path / "f.parquet", batch_size=8, row_group=16, splits=("train",),
+    file = pq.ParquetFile(write_table(vit, noise, tmp_path / "f.parquet", batch_size=8, row_group=16, splits=("train",),
                                 progress=lambda *now: told.append(now)))  # fmt: skip
     assert told[-7:] == [("reading images", done, 50) for done in (8, 16, 24, 32, 40, 48, 50)]
     assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [16, 16, 16, 2]
@@ -49,7 +52,7 @@ def test_images_that_are_left_out_are_told(vit: ViT, tmp_path: Path) -> None:
         Image.fromarray(np.full((16, 16, 3), 40 * k, np.uint8)).save(tmp_path / f"{k}.png")
     (tmp_path / "2.png").write_bytes((tmp_path / "2.png").read_bytes()[:60])
     with pytest.warns(DataWarning, match=r"1 of 5 train images cannot be read and are skipped: 2\.png"):
-        out = embed(vit, f"folder:{tmp_path}", tmp_path / "f.parquet", on_bad_image="skip")
+        out = write_table(vit, f"folder:{tmp_path}", tmp_path / "f.parquet", on_bad_image="skip")
     assert pq.read_table(out)["id"].to_pylist() == ["0.png", "1.png", "3.png", "4.png"]
 
 
@@ -60,7 +63,7 @@ def test_a_model_that_stretches_images_is_fed_whole_ones(vit: ViT, tmp_path: Pat
         tmp_path / "0.png"
     )
     vit.preprocessing = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, crop_mode="squash")
-    table = pq.read_table(embed(vit, f"folder:{tmp_path}", tmp_path / "f.parquet"))
+    table = pq.read_table(write_table(vit, f"folder:{tmp_path}", tmp_path / "f.parquet"))
     with torch.no_grad():
         expected = vit.eval().forward_features(vit.preprocessing([tmp_path / "0.png"])).mean(1)
     np.testing.assert_allclose(np.stack(table["layer_2"].to_numpy()), expected.numpy(), atol=0.02)
@@ -68,7 +71,7 @@ def test_a_model_that_stretches_images_is_fed_whole_ones(vit: ViT, tmp_path: Pat
 
 def test_without_labels_the_column_is_empty(vit: ViT, noise: Splits, tmp_path: Path) -> None:
     noise.train.labels = noise.train.classes = None
-    table = pq.read_table(embed(vit, Splits("noise", noise.train), tmp_path / "f.parquet"))
+    table = pq.read_table(write_table(vit, Splits("noise", noise.train), tmp_path / "f.parquet"))
     assert table["label"].null_count == table["class"].null_count == 50
 
 
@@ -81,32 +84,18 @@ def test_failure_leaves_no_file_and_keeps_the_old_one(vit: ViT, noise: Splits, t
 
     monkeypatch.setattr(vit, "forward_features", broken)
     with pytest.raises(RuntimeError, match="no"):
-        embed(vit, noise, out)
+        write_table(vit, noise, out)
     assert [p.name for p in tmp_path.iterdir()] == ["f.parquet"]
     assert out.read_text() == "old"
     with pytest.raises(DataError, match="none of the splits"):
-        embed(vit, Splits("noise", noise.train), out, splits=("test",))
+        write_table(vit, Splits("noise", noise.train), out, splits=("test",))
 
 
-def test_a_folder_is_refused_before_any_image_is_read(vit: ViT, noise: Splits, tmp_path: Path, monkeypatch) -> None:
-    def read(*_, **__):
-        raise AssertionError("an image was read")
-
-    monkeypatch.setattr(type(noise.train), "read", read)
-    monkeypatch.setattr(vit, "forward_features", read)
-    with pytest.raises(ValueError, match=r"is a folder: .*features\.parquet"):
-        embed(vit, noise, tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_home_is_understood_feeds_are_closed_and_others_files_let_be(
-    vit: ViT, noise: Splits, tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_feeds_are_closed_and_others_files_let_be(vit: ViT, noise: Splits, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "f.parquet.part").write_text("of another process")
     closed, close = [], Feed.close
     monkeypatch.setattr(Feed, "close", lambda feed: (closed.append(feed.source.split), close(feed)))
-    assert embed(vit, noise, "~/f.parquet") == tmp_path / "f.parquet"
+    assert write_table(vit, noise, tmp_path / "f.parquet") == tmp_path / "f.parquet"
     assert closed == ["train", "test"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["f.parquet", "f.parquet.part"]
     assert (tmp_path / "f.parquet.part").read_text() == "of another process"

@@ -1,0 +1,37 @@
+from typing import Any
+
+from residua import adapt, anatomy, data, export, nn, recipes, report, train
+from residua.adapt import fade, stream, unfade
+from residua.adapt.encoder import create_model
+from residua.anatomy.mixing import mixing
+from residua.commands.diffuse import diffuse
+from residua.commands.embed import embed
+from residua.commands.evaluate import evaluate as _evaluate
+from residua.commands.finetune import finetune
+from residua.commands.pretrain import pretrain
+from residua.commands.run import Run
+from residua.evaluate import entropy_rank, extract, knn, linear_probe, rankme
+from residua.nn import alphas
+from residua.train.checkpoint import load
+from residua.train.sample import sample
+
+__version__: str
+__all__ = [
+    "Run", "adapt", "alphas", "anatomy", "create_model", "data", "diffuse", "embed", "evaluate", "export", "fade",
+    "finetune", "load", "mixing", "nn", "pretrain", "recipes", "report", "sample", "stream", "train", "unfade",
+]  # fmt: skip
+
+class _Package:
+    """Type checkers do not know that a package can be called: the names most used have their types here."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+class _Evaluate(_Package):
+    __call__ = staticmethod(_evaluate)
+    entropy_rank = staticmethod(entropy_rank)
+    extract = staticmethod(extract)
+    knn = staticmethod(knn)
+    linear_probe = staticmethod(linear_probe)
+    rankme = staticmethod(rankme)
+
+evaluate: _Evaluate

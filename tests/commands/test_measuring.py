@@ -1,0 +1,204 @@
+"""What is measured from Python is what the command measures, and leaves the caller's world alone."""
+
+import json
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import residua
+from residua import cli
+from residua.commands.calling import undisturbed_world
+from residua.data import Splits
+
+DATA = "shapes?n=64&size=16&test=32"
+QUICK: dict[str, Any] = {"probe": None, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "decoder_embed_dim": 16, "decoder_depth": 1}
+    made = residua.pretrain(
+        data=DATA, size="nano", steps=2, batch_size=16, decoder_num_heads=2, cpu=True, trackers=(), evaluate=False,
+        out=tmp_path_factory.mktemp("runs") / "run", **shape,
+    )  # fmt: skip
+    return made.path
+
+
+@pytest.fixture(scope="module")
+def model(run: Path) -> Any:
+    return residua.load(run)
+
+
+@pytest.fixture(scope="module")
+def diffusion() -> Any:
+    model = residua.create_model("uvit", img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2).eval()
+    model.process = residua.nn.diffusion.VP()
+    model.preprocessing = residua.data.Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Whatever is called here is quiet, and leaves random states, precision and folder as they were."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RESIDUA_DATA", str(tmp_path / "cache"))
+    torch.set_float32_matmul_precision("highest")
+    states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="(?!.*also occur)")  # notes are expected where a test says so
+        yield
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.array_equal(np.random.get_state()[1], states[2])
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert Path.cwd() == tmp_path
+    assert capsys.readouterr() == ("", "")
+
+
+def typed(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """What a command says, in a world of its own."""
+    with undisturbed_world():
+        assert cli.main([str(arg) for arg in args]) == 0
+    return capsys.readouterr().out
+
+
+def test_an_evaluation_is_what_the_command_makes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"layers": "all", "k": (1, 5), "shots": 1, "limit": 40, "device": "cpu"}
+    report = residua.evaluate(run, probe="lbfgs", **options, out=tmp_path / "ours.json")
+    flags = "--layers all --probe lbfgs --k 1 5 --shots 1 --limit 40 --device cpu --out theirs.json"
+    typed(capsys, "evaluate", run, *flags.split())
+    assert report.to_dict()["scores"] == json.loads(Path("theirs.json").read_text())["scores"]
+    assert (tmp_path / "ours.json").is_file()
+    assert (run / "features").is_dir()
+    assert report.layers == [0, 1]
+    assert not [name for name in {s.metric for s in residua.evaluate(run, **QUICK).scores} if "probe" in name]
+    assert residua.Run.of(run).scores is not None, "what was written by the way"
+    assert residua.evaluate(run, **QUICK, layers=[1, 0], data="shapes?n=40&size=16&test=20", limit=20).layers == [0, 1]
+    assert (run / "evaluation-shapes-20.json").is_file()
+
+
+def test_a_network_and_images_in_memory(run: Path, model: Any, tmp_path: Path) -> None:
+    splits = residua.data.load(DATA)
+    one = residua.evaluate(run, **QUICK, cache=False)
+    two = residua.evaluate(model, data=splits, **QUICK)
+    assert one.to_dict()["scores"] == two.to_dict()["scores"]
+    assert not (tmp_path / "cache").exists(), "its features are kept nowhere"
+    residua.evaluate(model, DATA, **QUICK, cache_dir=tmp_path / "mine")
+    assert list((tmp_path / "mine").iterdir())
+    with pytest.raises(ValueError, match="a MAE in memory does not say which images to use: give data"):
+        residua.evaluate(model)
+    with pytest.raises(ValueError, match="weights are for a model by name"):
+        residua.evaluate(model, DATA, weights="random")
+
+
+def test_a_diffusion_model_is_evaluated_by_the_same_function(diffusion: Any, tmp_path: Path) -> None:
+    report = residua.evaluate(diffusion, DATA, times=0.1, **QUICK, out=tmp_path / "d.json")
+    assert report.readout == "t=0.1"
+    assert (tmp_path / "d-knn.png").is_file()
+    with pytest.raises(ValueError, match="--geometry is not for diffusion models"):
+        residua.evaluate(diffusion, DATA, geometry=True)
+    with pytest.raises(ValueError, match="a UViT is a diffusion model, which embed does not read"):
+        residua.embed(diffusion, DATA)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"probes": "lbfgs"}, "no option named probes; did you mean 'probe'"),
+        ({"k": "many"}, r"k is many; expected \[a whole number, ...\]"),
+        ({"probe": "svm"}, "probe is svm; expected auto or lbfgs or simple or cached or mae or none"),
+        ({"layers": "first"}, r"layers is first; expected \[last or all or a whole number, ...\]"),
+        ({"layers": ("last", 0)}, "layers last 0: give last, all, or block numbers"),
+        ({"limit": 2.5}, "limit is 2.5; expected a whole number or null"),
+        ({"model": "x"}, "multiple values for argument 'model'"),
+    ],
+)
+def test_options_that_cannot_be(run: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        residua.evaluate(run, **options)
+
+
+def test_progress_is_what_the_terminal_shows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    residua.evaluate(run, **QUICK, cache=False, out="shown.json", progress=True)
+    ours = capsys.readouterr().out
+    assert ours == typed(
+        capsys, "evaluate", run, *["--probe", "none", "--no-cache", "--device", "cpu", "--out", "shown.json"]
+    )
+    assert "written: shown.json" in ours
+
+
+def test_notes_are_warnings_where_nothing_is_shown(model: Any) -> None:
+    splits = residua.data.load(DATA)
+    with pytest.warns(UserWarning, match="64 test images also occur in the training part"):
+        residua.evaluate(model, Splits("twice", splits.train, splits.train), **QUICK, baselines=False)
+
+
+def test_a_table_of_features(run: Path, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = residua.embed(run, DATA, tmp_path / "ours.parquet", layers="all", device="cpu")
+    typed(capsys, "embed", run, "--data", DATA, "--layers", "all", "--device", "cpu", "--out", "theirs.parquet")
+    assert pq.read_table(ours).equals(pq.read_table("theirs.parquet"))
+    again = residua.embed(model, residua.data.load(DATA), layers=(0, 1))
+    assert again == Path("features.parquet")
+    assert pq.read_table(again).equals(pq.read_table(ours))
+    with pytest.raises(ValueError, match=r"is a folder: .*features\.parquet"):
+        residua.embed(run, DATA, tmp_path)
+
+
+FRESH = """
+import residua.evaluate.knn, residua.commands.evaluate
+import torch
+found = residua.evaluate.knn((torch.eye(4), torch.arange(4) % 2), (torch.eye(4), torch.arange(4) % 2), k=1)
+assert found.accuracy == 100
+from residua.evaluate import suite, table, generative
+assert residua.evaluate.embed is residua.embed
+assert callable(residua.evaluate) and residua.evaluate.__name__ == "residua.evaluate"
+model = residua.create_model("vit_nano", img_size=16, patch_size=4, depth=1)
+print(residua.evaluate(model, data="shapes?n=40&size=16&test=20", probe=None).value("kNN") > 0)
+assert {"Run", "embed", "evaluate", "pretrain"} <= set(dir(residua))
+"""
+
+
+def test_a_package_is_called_and_its_names_are_functions_whatever_was_imported_before() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FRESH], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+TYPED = """
+import residua
+import residua.evaluate.knn
+
+model = residua.create_model("mae_vit_small", img_size=64, patch_size=8, alpha_min=0.6)
+feats = residua.evaluate.extract(model, "cifar100", layers="all", readout="tokens")
+assert feats.test is not None
+reveal_type(residua.evaluate.knn(feats.train, feats.test, k=20, temperature=0.07))
+residua.evaluate.linear_probe(feats.train, feats.test, protocol="simple")
+residua.evaluate.entropy_rank(feats.test.last), residua.evaluate.rankme(feats.test.last)
+reveal_type(residua.evaluate(model, data="cifar100", probe=None))
+"""
+
+
+def test_a_type_checker_knows_both(tmp_path: Path) -> None:
+    (tmp_path / "examples.py").write_text(TYPED)
+    call = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--follow-imports=silent", "examples.py"]
+    env = {"MYPYPATH": str(Path(residua.__file__).parent.parent), "PATH": ""}
+    done = subprocess.run(call, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stdout
+    assert 'Revealed type is "residua.evaluate.knn.KnnResult"' in done.stdout
+    assert 'Revealed type is "residua.evaluate.report.Report"' in done.stdout
+
+
+def test_types_are_declared_for_every_name() -> None:
+    """`__init__.pyi` against `__init__.py`."""
+    stub = Path(residua.__file__).with_suffix(".pyi").read_text()
+    listed: dict[str, Any] = {}
+    exec(stub[stub.index("__all__ = ") : stub.index("]", stub.index("__all__ = ")) + 1], listed)
+    assert sorted(listed["__all__"]) == residua.__all__
