@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from residua.evaluate import score
 from residua.evaluate.extractor import Extractor, inception_extractor
 from residua.evaluate.fid import exact_float32
+from residua.evaluate.generative import score
 from residua.evaluate.inception import Inception
 
 

@@ -7,10 +7,10 @@ __version__ = "0.1.0"
 _HOME = {"alphas": "residua.nn", "create_model": "residua.adapt.encoder"}
 _HOME |= {name: "residua.adapt" for name in ("fade", "stream", "unfade")}
 _HOME["mixing"] = "residua.anatomy.mixing"
-_HOME |= {name: f"residua.commands.{name}" for name in ("diffuse", "embed", "finetune", "pretrain")}
+_COMMANDS = ("diffuse", "embed", "finetune", "pretrain", "sample", "score", "segment")
+_HOME |= {name: f"residua.commands.{name}" for name in _COMMANDS}
 _HOME["Run"] = "residua.commands.run"
 _HOME["load"] = "residua.train.checkpoint"
-_HOME["sample"] = "residua.train.sample"
 _PACKAGES = ("adapt", "anatomy", "data", "evaluate", "export", "nn", "recipes", "report", "train")
 __all__ = sorted((*_HOME, *_PACKAGES))  # their types: __init__.pyi
 

@@ -10,15 +10,18 @@ from residua.commands.evaluate import evaluate as _evaluate
 from residua.commands.finetune import finetune
 from residua.commands.pretrain import pretrain
 from residua.commands.run import Run
+from residua.commands.sample import sample
+from residua.commands.score import score
+from residua.commands.segment import segment
 from residua.evaluate import entropy_rank, extract, knn, linear_probe, rankme
 from residua.nn import alphas
 from residua.train.checkpoint import load
-from residua.train.sample import sample
 
 __version__: str
 __all__ = [
     "Run", "adapt", "alphas", "anatomy", "create_model", "data", "diffuse", "embed", "evaluate", "export", "fade",
-    "finetune", "load", "mixing", "nn", "pretrain", "recipes", "report", "sample", "stream", "train", "unfade",
+    "finetune", "load", "mixing", "nn", "pretrain", "recipes", "report", "sample", "score", "segment", "stream",
+    "train", "unfade",
 ]  # fmt: skip
 
 class _Package:

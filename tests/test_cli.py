@@ -317,7 +317,7 @@ def test_another_broken_pipe_is_an_error(capfd, monkeypatch):
     [
         ("evaluate RUN --no-cache --out OUT", "residua.evaluate.suite.evaluate"),
         ("embed RUN --data shapes --out OUT", "residua.evaluate.table.write_table"),
-        ("segment RUN --out OUT", "residua.evaluate.segment"),
+        ("segment RUN --out OUT", "residua.evaluate.clusters.segment"),
         ("data preview shapes --out OUT", "residua.data.preview"),
         ("compare RUN RUN --out OUT", "residua.report.compare"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from residua import cli
 from residua.anatomy.study import Look
-from residua.cli.sample import SampleOptions
+from residua.commands.sample import Options
 
 TINY = """
 pretrain --data shapes?n=48&size=16&test=16 --size nano --depth 2 --embed-dim 32 --num-heads 2 --decoder-embed-dim 32
@@ -65,7 +65,7 @@ ARRIVING: dict[str, tuple[str, dict[str, Any]]] = {
         {"layers": [1], "readout": "cls", "img_size": (24, 24), "batch_size": 9, "on_bad_image": "skip",
          "device": "meta"},
     ),
-    "residua.evaluate:segment": (
+    "residua.evaluate.clusters:segment": (
         "segment RUN --masks m --split train --layer 0 --max-images 7 --img-size 24 16 --intra 3 --inter 4 "
         "--ignore-index 9 --count-absent --seed 5 --no-baselines --batch-size 6 --on-bad-image skip --device meta",
         {"masks": "m", "split": "train", "layer": 0, "max_images": 7, "img_size": (24, 16), "intra": 3, "inter": 4,
@@ -151,8 +151,8 @@ def test_what_has_no_name_arrives_in_order(run: Path, tmp_path: Path, monkeypatc
     assert given("residua.export:export", "export", str(run), "--to", "onnx", "--out", "o") == (str(run), "onnx", "o")
     assert given("residua.report:compare", "compare", "a", "b", "--out", "p") == ([Path("a"), Path("b")], Path("p"))
     assert given("residua.evaluate.generative:score", "score", "s", "--reference", "r") == ("s", "r")
-    made = given("residua.cli.sample:plan", "score", str(run), "-n", "7", "--latents", "vae", "--device", "meta")
-    assert made == (SampleOptions(str(run), n=7, latents="vae", device="meta"),)
+    made = given("residua.commands.sample:plan", "score", str(run), "-n", "7", "--latents", "vae", "--device", "meta")
+    assert made == (Options(str(run), n=7, latents="vae", device="meta"),)
     assert given("residua.data:preview", "data", "preview", "digits", "--out", "p.png")[1] == Path("p.png")
 
 

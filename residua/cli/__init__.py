@@ -48,10 +48,20 @@ Add --help to a command for its options."""
 COMMANDS = {
     name: f"residua.cli.{name}"
     for name in (
-        "demo", "pretrain", "finetune", "segment", "diffuse", "sample", "anatomy", "counterfactual", "score", "compare",
-        "sweep", "data", "recipes", "export",
+        "demo",
+        "pretrain",
+        "finetune",
+        "diffuse",
+        "anatomy",
+        "counterfactual",
+        "compare",
+        "sweep",
+        "data",
+        "recipes",
+        "export",
     )
-} | {"ujm": "residua.cli.anatomy"} | {name: f"residua.commands.{name}" for name in ("evaluate", "embed")}  # fmt: skip
+} | {"ujm": "residua.cli.anatomy"}
+COMMANDS |= {name: f"residua.commands.{name}" for name in ("evaluate", "embed", "segment", "score", "sample")}
 """Command -> the module that has its `Options` and does its `work`, or that reads what was typed by itself."""
 
 

@@ -83,6 +83,7 @@ def options_of(kind: type[Options], given: Mapping[str, Any], **first: Any) -> O
 
 def _as_declared(value: Any, kind: Any) -> Any:
     """A keyword's value in the form that settings of this type have in a file."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # an array's
     if get_origin(kind) is tuple:
         return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     if value is None and "none" in get_args(kind):

@@ -15,13 +15,12 @@ from residua.callable import Command, command
 
 from .attention_maps import attention_weights, class_attention
 from .cache import CacheError, FeatureCache
-from .clusters import segment
 from .dynamics import Dynamics, dynamics
 from .features import extract, pixel_features
 from .featureset import Features, FeatureSet
 from .fid import Statistics, frechet_distance, inception_score, kernel_distance, precision_recall, statistics
 from .finetune import FinetuneResult, finetune
-from .generative import GenerativeReport, GenerativeScore, score
+from .generative import GenerativeReport, GenerativeScore
 from .geometry import class_separation, layer_geometry, model_lidar, silhouette, variance_ratio
 from .knn import FewShotResult, KnnResult, few_shot_knn, knn, knn_by_layer
 from .neighbors import Neighbors, nearest_neighbors, neighbor_images
@@ -88,8 +87,6 @@ __all__ = [
     "precision_recall",
     "rankme",
     "ranks",
-    "score",
-    "segment",
     "silhouette",
     "spectral_embedding",
     "spectrum",
@@ -103,6 +100,6 @@ sys.modules[__name__].__class__ = Command
 
 def __getattr__(name: str) -> Any:
     """What is a command by itself: `residua.evaluate.score` is `residua.score`."""
-    if name in ("embed", "evaluate"):
+    if name in ("embed", "evaluate", "score", "segment"):
         return command(name)
     raise AttributeError(f"module 'residua.evaluate' has no attribute {name!r}")

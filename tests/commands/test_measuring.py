@@ -18,6 +18,7 @@ import residua
 from residua import cli
 from residua.commands.calling import undisturbed_world
 from residua.data import Splits
+from residua.train.checkpoint import write_checkpoint
 
 DATA = "shapes?n=64&size=16&test=32"
 QUICK: dict[str, Any] = {"probe": None, "device": "cpu"}
@@ -69,6 +70,10 @@ def typed(capsys: pytest.CaptureFixture[str], *args: object) -> str:
     with undisturbed_world():
         assert cli.main([str(arg) for arg in args]) == 0
     return capsys.readouterr().out
+
+
+def _flags(options: dict[str, Any]) -> list[str]:
+    return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def test_an_evaluation_is_what_the_command_makes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,13 +158,58 @@ def test_a_table_of_features(run: Path, model: Any, tmp_path: Path, capsys: pyte
         residua.embed(run, DATA, tmp_path)
 
 
+def test_a_segmentation(run: Path, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"max_images": 6, "intra": 5, "inter": 5, "device": "cpu"}
+    ours = residua.segment(run, **options, out=tmp_path / "ours.json")
+    typed(
+        capsys,
+        "segment",
+        run,
+        *["--max-images", "6", "--intra", "5", "--inter", "5", "--device", "cpu", "--out", "theirs.json"],
+    )
+    assert (tmp_path / "ours.png").read_bytes() == Path("theirs.png").read_bytes()
+    assert json.loads((tmp_path / "ours.json").read_text()) == json.loads(Path("theirs.json").read_text())
+    again = residua.segment(model, residua.data.load(DATA), ignore_index=None, **options)
+    assert {n: s.miou for n, s in again.scores.items()} == {n: s.miou for n, s in ours.scores.items()}
+    assert again.settings["ignore_index"] is None
+
+
+def test_samples_and_their_score(run: Path, diffusion: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path / "run", 1, diffusion, {})
+    (tmp_path / "run" / "config.yaml").write_text(f"data: {DATA}\n")
+    typed(capsys, "sample", "run", "-n", "12", "--steps", "2", "--device", "cpu", "--out", "theirs")
+    images = residua.sample("run", 12, steps=2, device="cpu")
+    assert images.shape == (12, 3, 16, 16)
+    assert torch.equal(images, residua.sample(diffusion, 12, steps=np.int64(2)))
+    assert residua.sample(diffusion, 12, tmp_path / "ours", steps=2) == tmp_path / "ours"
+    for file in Path("theirs").glob("*.png"):
+        assert file.read_bytes() == (tmp_path / "ours" / file.name).read_bytes()
+    with pytest.raises(ValueError, match="no option named step; did you mean 'steps'"):
+        residua.sample(diffusion, 2, step=3)
+    with pytest.raises(ValueError, match="latents are for weights in a file"):
+        residua.sample(diffusion, 2, latents="vae")
+
+    asked = {"kid": True, "extractor": str(run), "subsets": 3, "subset_size": 5, "device": "cpu"}
+    ours = residua.score("theirs", DATA, **asked, reference_split="train")
+    again = residua.evaluate.score(images, DATA, **asked, reference_split="train")
+    flags = f"--kid --extractor {run} --subsets 3 --subset-size 5 --device cpu --reference-split train".split()
+    typed(capsys, "score", "theirs", "--reference", DATA, *flags, "--out", "score.json")
+    assert ours.to_dict()["scores"] == json.loads(Path("score.json").read_text())["scores"]
+    assert again.to_dict()["scores"] == ours.to_dict()["scores"]
+    assert residua.score("run", n=12, **asked).value("kernel distance") != 0
+    with pytest.raises(ValueError, match="a Tensor in memory is no run of residua diffuse, so give --reference"):
+        residua.score(images)
+    with pytest.raises(ValueError, match="no option named fids; did you mean 'fid'"):
+        residua.score(images, DATA, fids=True)
+
+
 FRESH = """
 import residua.evaluate.knn, residua.commands.evaluate
 import torch
 found = residua.evaluate.knn((torch.eye(4), torch.arange(4) % 2), (torch.eye(4), torch.arange(4) % 2), k=1)
 assert found.accuracy == 100
-from residua.evaluate import suite, table, generative
-assert residua.evaluate.embed is residua.embed
+from residua.evaluate import clusters, generative, suite, table
+assert residua.evaluate.embed is residua.embed and residua.evaluate.segment is residua.segment
 assert callable(residua.evaluate) and residua.evaluate.__name__ == "residua.evaluate"
 model = residua.create_model("vit_nano", img_size=16, patch_size=4, depth=1)
 print(residua.evaluate(model, data="shapes?n=40&size=16&test=20", probe=None).value("kNN") > 0)
@@ -183,6 +233,7 @@ reveal_type(residua.evaluate.knn(feats.train, feats.test, k=20, temperature=0.07
 residua.evaluate.linear_probe(feats.train, feats.test, protocol="simple")
 residua.evaluate.entropy_rank(feats.test.last), residua.evaluate.rankme(feats.test.last)
 reveal_type(residua.evaluate(model, data="cifar100", probe=None))
+residua.sample(model, 4).shape, residua.sample(model, 4, "samples").name
 """
 
 

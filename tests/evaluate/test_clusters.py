@@ -16,8 +16,15 @@ from residua import cli
 from residua.data import BadImage, DataError, Splits, load
 from residua.data.errors import DataWarning
 from residua.data.masks import with_masks
-from residua.evaluate import segment
-from residua.evaluate.clusters import ColorReader, PatchReader, cluster_patches, confusion, read_truth, score_clusters
+from residua.evaluate.clusters import (
+    ColorReader,
+    PatchReader,
+    cluster_patches,
+    confusion,
+    read_truth,
+    score_clusters,
+    segment,
+)
 from residua.evaluate.features import pick_split, preprocessing_of
 from residua.evaluate.reading import View
 from residua.evaluate.segmentation import enlarge, palette

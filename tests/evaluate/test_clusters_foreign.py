@@ -14,8 +14,7 @@ from residua import cli
 from residua.adapt import Foreign, open_model
 from residua.adapt.encoder import TimmViT
 from residua.data import Preprocessing
-from residua.evaluate import segment
-from residua.evaluate.clusters import ColorReader, PatchReader
+from residua.evaluate.clusters import ColorReader, PatchReader, segment
 
 
 def test_a_foreign_model_is_segmented_as_the_same_network_of_ours() -> None:

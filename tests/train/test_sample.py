@@ -44,13 +44,13 @@ class Gaussian(nn.Module):
 @pytest.mark.parametrize("sampler", ["dpm-solver", "ddim", "heun", "euler-maruyama"])
 def test_an_image_depends_on_its_number_alone(sampler: str) -> None:
     model = network()
-    whole = residua.sample(model, 6, sampler=sampler, steps=4)
-    part = residua.sample(model, 2, sampler=sampler, steps=4, first=3, batch_size=1)
+    whole = sample.sample(model, 6, sampler=sampler, steps=4)
+    part = sample.sample(model, 2, sampler=sampler, steps=4, first=3, batch_size=1)
     assert whole.dtype == torch.uint8
     assert whole.shape == (6, 3, 8, 8)
     assert int((whole[3:5].int() - part.int()).abs().max()) <= 1  # products of another shape round otherwise
     assert len({bytes(image.numpy().tobytes()) for image in whole}) == 6
-    other = residua.sample(model, 2, sampler=sampler, steps=4, first=3, seed=1)
+    other = sample.sample(model, 2, sampler=sampler, steps=4, first=3, seed=1)
     assert int((other.int() - part.int()).abs().max()) > 8
 
 
@@ -62,7 +62,7 @@ def test_with_the_exact_denoiser_samples_have_the_datas_distribution(
     exact = Gaussian(model, 0.25, 0.1)
     monkeypatch.setattr(model, "forward", exact.forward)
     steps = 300 if sampler == "euler-maruyama" else 50
-    images = residua.sample(model, 64, sampler=sampler, steps=steps).float() / 127.5 - 1
+    images = sample.sample(model, 64, sampler=sampler, steps=steps).float() / 127.5 - 1
     assert float(images.mean()) == pytest.approx(0.25, abs=0.01)
     assert float(images.std()) == pytest.approx(0.1, abs=0.006)
 
@@ -70,7 +70,7 @@ def test_with_the_exact_denoiser_samples_have_the_datas_distribution(
 def test_the_model_is_left_as_it_was() -> None:
     model = network().train()
     before, state = torch.get_float32_matmul_precision(), torch.get_rng_state()
-    residua.sample(model, 2, sampler="euler-maruyama", steps=2)
+    sample.sample(model, 2, sampler="euler-maruyama", steps=2)
     assert model.training
     assert torch.get_float32_matmul_precision() == before
     assert torch.equal(torch.get_rng_state(), state)
@@ -126,12 +126,12 @@ def test_classes_may_be_one_or_an_array() -> None:
         (torch.tensor([1, 2]), (1, 2)), (np.array([4, 5]), (4, 5)), (torch.tensor(6), (6,)),
     ):  # fmt: skip
         assert check_sampling(model, Sampling(classes=given)).classes == meant
-    assert torch.equal(residua.sample(model, 2, steps=2, classes="12"), residua.sample(model, 2, steps=2, classes=[12]))
+    assert torch.equal(sample.sample(model, 2, steps=2, classes="12"), sample.sample(model, 2, steps=2, classes=[12]))
     for wrong in (3.5, torch.tensor([0.5]), None):
         with pytest.raises(ValueError, match="no class named"):
-            residua.sample(model, 2, classes=wrong)
+            sample.sample(model, 2, classes=wrong)
     with pytest.raises(ValueError, match="neither classes nor guidance"):
-        residua.sample(network(), 2, classes=torch.tensor([0, 1]))
+        sample.sample(network(), 2, classes=torch.tensor([0, 1]))
 
 
 def test_samplers_take_as_many_steps_as_the_text_says_unless_told() -> None:
@@ -144,8 +144,8 @@ def test_numbers_of_steps_and_images_are_whole() -> None:
     model = network()
     for options in ({"steps": 2.5}, {"steps": "2"}, {"n": 2.5}, {"n": 2.0}, {"first": 0.5}, {"batch_size": 1.5}):
         with pytest.raises(ValueError, match="whole number"):
-            residua.sample(model, **{"n": 2, "steps": 2} | options)
-    assert len(residua.sample(model, np.int64(2), steps=np.int64(2))) == 2
+            sample.sample(model, **{"n": 2, "steps": 2} | options)
+    assert len(sample.sample(model, np.int64(2), steps=np.int64(2))) == 2
 
 
 @pytest.mark.parametrize("process", [VP(), Flow()])
@@ -169,7 +169,7 @@ def test_clipping_makes_no_images_of_infinities(sampler: str, value: str) -> Non
     model = network()
     model.final_layer.bias.data[0] = float(value)
     with pytest.raises(ValueError, match="weights that are not finite"):
-        residua.sample(model, 2, sampler=sampler, steps=3, clip=True)
+        sample.sample(model, 2, sampler=sampler, steps=3, clip=True)
 
 
 def test_a_pixel_is_the_nearest_of_256_levels() -> None:
@@ -203,7 +203,7 @@ def test_float32_is_meant_for_convolutions_too(precision: Any, short: bool, monk
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not short)
     model, seen = network(), []
     model.final_layer.register_forward_hook(lambda *_: seen.append(torch.backends.cudnn.allow_tf32))
-    residua.sample(model, 1, steps=1, precision=precision)
+    sample.sample(model, 1, steps=1, precision=precision)
     assert seen == [short]
     assert torch.backends.cudnn.allow_tf32 is not short
 
@@ -248,16 +248,16 @@ def test_samples_that_are_not_finite_are_refused(precision: Any, tmp_path: Path)
     assert not [*tmp_path.glob("b/*.png"), *tmp_path.glob("b.*")]
     next(model.parameters()).data.copy_(good)
     with pytest.raises(ValueError, match=r"not finite with guidance 1e\+38.*try"):
-        residua.sample(model, 2, steps=2, guidance=1e38, clip=False, precision=precision)
+        sample.sample(model, 2, steps=2, guidance=1e38, clip=False, precision=precision)
     unconditional = network()
     unconditional.patch_embed.proj.weight.data.fill_(1e38)
     with pytest.raises(ValueError, match=r"not finite with dpm-solver, 2 steps, clip False: try more steps, or clip"):
-        residua.sample(unconditional, 2, steps=2, clip=False, precision=precision)
+        sample.sample(unconditional, 2, steps=2, clip=False, precision=precision)
     with pytest.raises(ValueError, match=r"clip True: try more steps$"):
-        residua.sample(unconditional, 2, steps=2, clip=True, precision=precision)
+        sample.sample(unconditional, 2, steps=2, clip=True, precision=precision)
     for guidance in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="guidance"):
-            residua.sample(model, 2, steps=2, guidance=guidance)
+            sample.sample(model, 2, steps=2, guidance=guidance)
 
 
 def test_half_precision_that_overflows_gives_way_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,8 +269,8 @@ def test_half_precision_that_overflows_gives_way_to_float32(monkeypatch: pytest.
 
     monkeypatch.setattr(sample, "_solve", coarse)
     with pytest.warns(UserWarning, match="bf16 is too coarse"):
-        images = residua.sample(model, 2, steps=2, precision="bf16")
-    assert torch.equal(images, residua.sample(model, 2, steps=2))
+        images = sample.sample(model, 2, steps=2, precision="bf16")
+    assert torch.equal(images, sample.sample(model, 2, steps=2))
 
 
 def test_memory_that_runs_out_halves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,10 +284,10 @@ def test_memory_that_runs_out_halves_the_batch(monkeypatch: pytest.MonkeyPatch) 
         return solve(model, index, *rest)
 
     monkeypatch.setattr(sample, "_solve", tight)
-    images = residua.sample(model, 8, steps=2)
+    images = sample.sample(model, 8, steps=2)
     monkeypatch.setattr(sample, "_solve", solve)
     assert sizes == [8, 4, 2, 2, 4, 2, 2]
-    assert int((images.int() - residua.sample(model, 8, steps=2).int()).abs().max()) <= 1
+    assert int((images.int() - sample.sample(model, 8, steps=2).int()).abs().max()) <= 1
 
 
 def test_a_sheet_has_every_image_in_its_place() -> None:
@@ -324,13 +324,13 @@ def test_options_that_do_not_fit_are_refused(
 
 def test_models_that_cannot_are_refused() -> None:
     with pytest.raises(ValueError, match="neither classes nor guidance"):
-        residua.sample(network(), 2, guidance=2.0)
+        sample.sample(network(), 2, guidance=2.0)
     with pytest.raises(ValueError, match="makes no samples"):
-        residua.sample(residua.create_model("vit_nano", img_size=8, patch_size=4), 2)
+        sample.sample(residua.create_model("vit_nano", img_size=8, patch_size=4), 2)
     lost = network()
     lost.process = None
     with pytest.raises(ValueError, match="which process"):
-        residua.sample(lost, 2)
+        sample.sample(lost, 2)
 
 
 def test_a_model_without_preprocessing_is_refused_before_it_samples(
@@ -341,7 +341,7 @@ def test_a_model_without_preprocessing_is_refused_before_it_samples(
     model.preprocessing = None
     says = "how its numbers become pixels: set model.preprocessing"
     with pytest.raises(ValueError, match=says):
-        residua.sample(model, 2)
+        sample.sample(model, 2)
     for name in ("s", "s.npz", "s.png"):
         with pytest.raises(ValueError, match=says):
             write_samples(model, tmp_path / name, 2, QUICK)
@@ -359,10 +359,10 @@ def test_guidance_needs_images_without_labels(tmp_path: Path) -> None:
         for guidance in (0.0, 3.0):
             if refused:
                 with pytest.raises(ValueError, match=r"label_dropout 0, .* guidance must stay 1"):
-                    residua.sample(loaded, 1, steps=2, guidance=guidance)
+                    sample.sample(loaded, 1, steps=2, guidance=guidance)
             else:
-                residua.sample(loaded, 1, steps=2, guidance=guidance)
-        residua.sample(loaded, 1, steps=2)
+                sample.sample(loaded, 1, steps=2, guidance=guidance)
+        sample.sample(loaded, 1, steps=2)
 
 
 def test_a_run_says_how_many_labels_it_was_not_told(run: Path) -> None:
@@ -374,7 +374,7 @@ def test_flow_models_sample_to_their_end() -> None:
     model = network()
     model.process = Flow()
     for sampler in ("dpm-solver", "ddim", "heun", "euler-maruyama"):
-        assert residua.sample(model, 2, sampler=sampler, steps=3).shape == (2, 3, 8, 8)
+        assert sample.sample(model, 2, sampler=sampler, steps=3).shape == (2, 3, 8, 8)
 
 
 def test_published_latents_get_an_autoencoder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,4 +428,4 @@ def test_an_autoencoder_that_overflows_is_named(monkeypatch: pytest.MonkeyPatch)
     model = network(img_size=4, patch_size=2, in_chans=4)
     attach_autoencoder(model, "some/vae")
     with pytest.raises(ValueError, match="some/vae decodes"):
-        residua.sample(model, 1, steps=2)
+        sample.sample(model, 1, steps=2)

@@ -43,7 +43,7 @@ def test_a_folder_grows_and_makes_nothing_twice(tmp_path: Path, monkeypatch: pyt
     assert made == [0, 1, 2, 3, 4, 1, 5, 6]
     assert sorted(p.name for p in out.iterdir()) == [*(f"{i:06d}.png" for i in range(7)), "samples.json"]
     assert json.loads((out / "samples.json").read_text())["n"] == 7
-    expected = residua.sample(model, 7, settings=QUICK)
+    expected = sample.sample(model, 7, settings=QUICK)
     for i in range(7):
         image = torch.from_numpy(np.array(Image.open(out / f"{i:06d}.png"))).permute(2, 0, 1)
         assert int((image.int() - expected[i].int()).abs().max()) <= 1
@@ -87,7 +87,7 @@ def test_an_array_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     assert stored["arr_0"].dtype == np.uint8
     assert stored["labels"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
     images = torch.from_numpy(stored["arr_0"]).permute(0, 3, 1, 2)
-    assert int((images.int() - residua.sample(model, 9, settings=QUICK).int()).abs().max()) <= 1
+    assert int((images.int() - sample.sample(model, 9, settings=QUICK).int()).abs().max()) <= 1
 
 
 def test_an_array_that_is_there_has_enough_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def test_two_processes_share_the_numbers(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "s.npz"
     assert together(share, str(run), str(out)) == [0, 0]
     images = torch.from_numpy(np.load(out)["arr_0"]).permute(0, 3, 1, 2)
-    assert int((images.int() - residua.sample(residua.load(run), 7, steps=2).int()).abs().max()) <= 1
+    assert int((images.int() - sample.sample(residua.load(run), 7, steps=2).int()).abs().max()) <= 1
 
 
 # ---------------------------------------------------------------- the command, and what is refused

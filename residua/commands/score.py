@@ -1,23 +1,28 @@
-"""`residua score`."""
+"""Compare two sets of images."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
 from tyro.conf import Positional, arg
 
-from residua.commands.console import console, counting, device_of, img_size, note, out_file, say
+from residua.commands import sample
+from residua.commands.calling import measured, options_of
+from residua.commands.console import console, counting, device_of, img_size, note, out_file, run_folder, say
 
 if TYPE_CHECKING:
-    from residua.evaluate.generative import Planned
+    from torch import Tensor
+
+    from residua.data import Source
+    from residua.evaluate.generative import GenerativeReport, Planned
 
 
 @dataclass(frozen=True)
-class ScoreOptions:
+class Options:
     """How far generated images lie from real ones: FID, KID, precision and recall; and their Inception score."""
 
     samples: Positional[str]
@@ -81,60 +86,82 @@ class ScoreOptions:
     """cuda, cpu, ...; default: cuda where there is one."""
 
 
-def score(args: list[str]) -> None:
-    """Compare two sets of images."""
+COMMON = (
+    "extractor", "weights", "readout", "layer", "split", "limit", "reference_limit", "k", "subsets", "subset_size",
+    "seed", "batch_size", "bf16", "on_bad_image",
+)  # fmt: skip
+"""Options that arrive as they are."""
 
+
+def score(
+    samples: str | Path | Source | Tensor | Iterable[Tensor],
+    reference: str | Path | Source | None = None,
+    *,
+    progress: bool = False,
+    **options: Any,
+) -> GenerativeReport:
+    """How far generated images lie from real ones, as `residua score` says: FID, KID, precision and recall; and their
+    Inception score.
+
+    `samples` are a folder, a `.npz` or `.npy` file, a source of images, a run of a diffusion model, what
+    `residua.sample` returns, or batches of uint8 (B, 3, H, W) as a model makes them; `reference` is a folder, file or
+    source of real images, or a `.npz` file of statistics (`mu`, `sigma`), for FID alone; of a run it is by default what
+    it was trained on. `options` are those of `residua score --help` by their plain names: `kid=True`, `prc=True`, ...;
+    FID is computed where nothing is asked for. Images are compared at the size they have, or at `img_size`.
+
+    >>> residua.score(residua.sample(model, 5000), "cifar100", kid=True).value("KID")
+    """
+    return measured(progress, work, options_of(Options, options, samples=samples, reference=reference))
+
+
+def work(o: Options) -> GenerativeReport:
+    """What the command does."""
     from residua.data.arrays import cache_dir
-    from residua.evaluate import FeatureCache
-    from residua.evaluate.generative import score
+    from residua.evaluate import FeatureCache, generative
 
-    o = tyro.cli(ScoreOptions, args=args, prog="residua score")
     reference, size = _reference(o), img_size(o.img_size)
     part = o.reference_split or (None if o.reference else "train")
-    samples: str | Planned = o.samples
-    if _is_run(o.samples):
+    samples: Any = o.samples
+    if run_folder(o.samples):
         samples, own = _planned(o)
         size = size or own
     elif o.n is not None or o.latents:
-        raise ValueError(f"{o.samples} is no run of residua diffuse: -n and --latents are for those, --limit for all")
+        raise ValueError(f"{_called(o)} is no run of residua diffuse: -n and --latents are for those, --limit for all")
     where = _out(o.out, samples)
     cache = FeatureCache(o.cache_dir or cache_dir() / "references", note) if o.cache else None
-    result = score(
-        samples, reference, metrics=_asked(o),  # type: ignore[arg-type]
-        extractor=o.extractor, weights=o.weights, readout=o.readout, layer=o.layer, img_size=size,
-        split=o.split, reference_split=part, limit=o.limit, reference_limit=o.reference_limit, k=o.k,
-        subsets=o.subsets, subset_size=o.subset_size, seed=o.seed, batch_size=o.batch_size, bf16=o.bf16,
-        on_bad_image=o.on_bad_image, cache=cache, progress=counting,
-        device=device_of(o.device),
+    result = generative.score(
+        samples, reference, metrics=_asked(o), img_size=size, reference_split=part, cache=cache, progress=counting,
+        device=device_of(o.device), **{name: getattr(o, name) for name in COMMON},
     )  # fmt: skip
     if cache is not None and cache.read + cache.computed:
         say(f"reference: {'kept in' if cache.computed else 'read from'} {cache.folder}")
-    result.notes += _missing(samples if isinstance(samples, str) else str(samples.folder))
+    result.notes += _missing(samples)
     console.print(result.table())
     for text in result.notes:
         note(text)
     if where is not None:
         say(f"written: {result.save(where)}")
+    return result
 
 
-def _asked(o: ScoreOptions) -> list[str]:
+def _called(o: Options) -> str:
+    return o.samples if isinstance(o.samples, str) else f"a {type(o.samples).__name__} in memory"
+
+
+def _asked(o: Options) -> Any:
     asked = {"fid": o.fid, "kid": o.kid, "prc": o.prc, "isc": o.isc}
     return [metric for metric, on in asked.items() if on] or ["fid"]
 
 
-def _is_run(samples: str) -> bool:
-    return (Path(samples).expanduser() / "checkpoints").is_dir()
-
-
-def _reference(o: ScoreOptions) -> str | None:
+def _reference(o: Options) -> str | None:
     """The one asked for, or what a run was trained on; None where no score needs one."""
     from residua.train.options import check_place, trained_on
 
     if o.reference is not None or _asked(o) == ["isc"]:
         return o.reference
-    if not _is_run(o.samples):
+    if not run_folder(o.samples):
         raise ValueError(
-            f"{o.samples} is no run of residua diffuse, so give --reference: the real images to compare with, such "
+            f"{_called(o)} is no run of residua diffuse, so give --reference: the real images to compare with, such "
             "as --reference cifar10"
         )
     found = trained_on(o.samples)
@@ -144,47 +171,54 @@ def _reference(o: ScoreOptions) -> str | None:
     return found
 
 
-def _planned(o: ScoreOptions) -> tuple[Planned, tuple[int, int]]:
+def _planned(o: Options) -> tuple[Planned, tuple[int, int]]:
     """The samples of a run, to be made when all else is in order, and their size."""
     from residua.evaluate.generative import Planned
     from residua.train.sample import check_numbers
     from residua.train.samplefiles import check_place
 
-    from .sample import SampleOptions, make, plan
-
     n = 10_000 if o.n is None else o.n
-    options = SampleOptions(o.samples, n=n, latents=o.latents, device=o.device)
+    options = sample.Options(o.samples, n=n, latents=o.latents, device=o.device)
     check_numbers(n, 0, None)
-    planned = plan(options)
+    planned = sample.plan(options)
     pre = planned.model.preprocessing
     if pre.in_chans not in (1, 3):
         raise ValueError(f"{o.samples} makes images of {pre.in_chans} channels; images to score have 1 or 3")
     check_place(planned.out, planned.model)
-    return Planned(planned.out, n, lambda: make(options, planned)), pre.img_size
+    return Planned(planned.out, n, lambda: sample.make(options, planned)), pre.img_size
 
 
-def _missing(samples: str) -> list[str]:
+def _missing(samples: Any) -> list[str]:
     """A note where a folder holds fewer samples than it was made for."""
     from residua.data.folder import list_images
     from residua.evaluate.pictures import made_by
 
-    path = Path(samples.removeprefix("folder:")).expanduser()
-    n = made_by(samples).get("n") if path.is_dir() else None
-    if not isinstance(n, int) or (there := len(list_images(path))) >= n:
+    path = _place(samples)
+    n = made_by(str(path)).get("n") if path is not None and path.is_dir() else None
+    if path is None or not isinstance(n, int) or (there := len(list_images(path))) >= n:
         return []
     return [f"{path.name} was made for {n:,} images; {there:,} are there"]
 
 
-def _out(given: str | None, samples: str | Planned) -> Path | None:
+def _place(samples: Any) -> Path | None:
+    """Where samples lie, or will; None of those in memory."""
+    from residua.evaluate.generative import Planned
+
+    if isinstance(samples, Planned):
+        return samples.folder
+    return Path(samples.removeprefix("folder:")).expanduser() if isinstance(samples, str) else None
+
+
+def _out(given: str | None, samples: Any) -> Path | None:
     """Where the JSON goes, looked at before the work starts."""
     if given:
         out = out_file(given, "score.json")
         out.parent.mkdir(parents=True, exist_ok=True)
         return out
-    if not isinstance(samples, str):
-        return samples.folder / "score.json"
-    path = Path(samples.removeprefix("folder:")).expanduser()
-    if path.is_dir() and os.access(path, os.W_OK):
+    path = _place(samples)
+    if path is None:
+        return None
+    if not isinstance(samples, str) or (path.is_dir() and os.access(path, os.W_OK)):
         return path / "score.json"
     if path.suffix.lower() in (".npz", ".npy") and os.access(path.parent, os.W_OK):
         return path.with_suffix(".score.json")

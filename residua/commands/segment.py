@@ -1,14 +1,14 @@
-"""`residua segment`."""
+"""Segment images without labels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
 from tyro.conf import Positional
 
+from residua.commands.calling import measured, options_of
 from residua.commands.console import (
     accelerator_of,
     bad_images,
@@ -19,14 +19,22 @@ from residua.commands.console import (
     img_size,
     note,
     open_any,
+    opened,
     out_file,
+    run_folder,
     say,
     writable,
 )
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from residua.data import Splits
+    from residua.evaluate import Segmentation
+
 
 @dataclass(frozen=True)
-class SegmentOptions:
+class Options:
     """Segmentation without labels: patches of all images clustered by their features, scored against masks."""
 
     model: Positional[str]
@@ -73,35 +81,56 @@ class SegmentOptions:
     """cuda, cpu, ...; default: cuda where there is one."""
 
 
-def segment(args: list[str]) -> None:
-    """Cluster patches, score against masks."""
-    import residua
-    from residua.evaluate import segment
+COMMON = (
+    "masks", "split", "layer", "max_images", "intra", "inter", "count_absent", "seed", "baselines", "batch_size"
+)  # fmt: skip
+"""Options that arrive as they are."""
 
-    o = tyro.cli(SegmentOptions, args=args, prog="residua segment")
+
+def segment(
+    model: str | Path | nn.Module, data: str | Path | Splits | None = None, *, progress: bool = False, **options: Any
+) -> Segmentation:
+    """Segment images without labels, as `residua segment` does: cluster the patches of all images by their features and
+    score the clusters against pixel masks.
+
+    Masks come with the data (`shapes`) or lie in the folder `masks` under the images' names; images without one are
+    left out. What the model sees is scored, the central crop, at the resolution of the mask. `model` is a run, a
+    checkpoint, a model by name or a network in memory, `data` a source of images or `Splits`, by default what a run was
+    trained on. `options` are those of `residua segment --help` by their plain names; `ignore_index=None` counts every
+    value. Scores and picture of a run are kept in it.
+
+    >>> result = residua.segment(model, "folder:images", masks="masks")
+    >>> result.scores["model"].miou; rich.print(result.table()); result.save_picture("segments.png")
+    """
+    if options.get("ignore_index", 0) is None:
+        options["ignore_index"] = -1
+    return measured(progress, work, options_of(Options, options, model=model, data=data))
+
+
+def work(o: Options) -> Segmentation:
+    """What the command does."""
+    from residua.evaluate import clusters
+
     size, accelerator = img_size(o.img_size), accelerator_of(o.device)
     device = device_of(o.device) if accelerator is None else str(accelerator.device)
     model = open_any(o.model, o.weights, size)
-    data, run = o.data or data_of(o.model), Path(o.model).expanduser()
+    data, run = o.data or data_of(o.model), run_folder(o.model)
     name = "segmentation-stored.json" if o.cache_images else "segmentation.json"
-    where = run / name if (run / "checkpoints").is_dir() else None
-    where = out_file(o.out, "segmentation.json") if o.out else where and writable(where)
+    where = out_file(o.out, "segmentation.json") if o.out else run and writable(run / name)
     if where is not None and where.suffix.lower() == ".png":
         raise ValueError(f"--out {where}: name the JSON file; the picture lands beside it")
     on_bad_image = o.on_bad_image or bad_images(o.model, data)
-    splits = cached(residua.data.load(data), o.cache_images, model, size, on_bad_image)
-    result = segment(
-        model, splits, masks=o.masks, split=o.split, layer=o.layer, max_images=o.max_images,
-        img_size=size, ignore_index=None if o.ignore_index < 0 else o.ignore_index,
-        count_absent=o.count_absent, seed=o.seed, baselines=o.baselines, batch_size=o.batch_size,
-        intra=o.intra, inter=o.inter, device=device,
-        on_bad_image=on_bad_image,
+    result = clusters.segment(
+        model, cached(opened(data), o.cache_images, model, size, on_bad_image), img_size=size, device=device,
+        ignore_index=None if o.ignore_index < 0 else o.ignore_index, on_bad_image=on_bad_image,
+        **{name: getattr(o, name) for name in COMMON},
     )  # fmt: skip
     if accelerator is not None and not accelerator.is_main_process:
-        return
+        return result
     if result.without_mask:
         note(f"{result.without_mask:,} images have no mask in {o.masks} and were left out")
     console.print(result.table())
     if where is not None:
         say(f"written: {result.save(where)}")
         say(f"picture: {result.save_picture(where.with_suffix('.png'))}")
+    return result

@@ -1,21 +1,24 @@
-"""`residua sample`."""
+"""Make images with a diffusion model."""
 
 from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
 
-import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tyro.conf import Positional, arg
 
-from residua.commands.console import accelerator_of, console, device_of, note, say
+from residua.commands.calling import measured, options_of
+from residua.commands.console import accelerator_of, console, device_of, note, run_folder, say
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class SampleOptions:
+class Options:
     """Images from a diffusion model. Image i depends on the weights, the settings and (seed, i) alone: a folder
     that was stopped anywhere is gone on with by the same command, and a larger -n adds to it."""
 
@@ -33,7 +36,7 @@ class SampleOptions:
     """Of the sampler; default: 50, for euler-maruyama 1,000."""
     guidance: float = 1.0
     """Of a conditional model: 1 is the class itself, more exaggerates it, 0 ignores the label."""
-    classes: tuple[str, ...] = ()
+    classes: tuple[str | int, ...] = ()
     """Of a conditional model: numbers or names, dealt out in turn; default: all."""
     seed: int = 0
     """Of the noise."""
@@ -56,9 +59,49 @@ class SampleOptions:
     """cuda, cpu, ...; default: the best there is."""
 
 
-def sample(args: list[str]) -> None:
-    """Make images."""
-    o = tyro.cli(SampleOptions, args=args, prog="residua sample")
+@overload
+def sample(
+    model: str | Path | nn.Module, n: int = 64, out: None = None, *, progress: bool = False, **options: Any
+) -> Tensor: ...
+@overload
+def sample(
+    model: str | Path | nn.Module, n: int, out: str | Path, *, progress: bool = False, **options: Any
+) -> Path: ...
+def sample(
+    model: str | Path | nn.Module,
+    n: int = 64,
+    out: str | Path | None = None,
+    *,
+    progress: bool = False,
+    **options: Any,
+) -> Tensor | Path:
+    """Images from a diffusion model: uint8 (n, C, H, W), on the CPU; or, with `out`, as the files that `residua sample`
+    writes, whose place is returned.
+
+    `model` is a run, a checkpoint, published weights or a model in memory. Image i depends on the weights, the settings
+    and (seed, i) alone. `options` are those of `residua sample --help` by their plain names: `sampler`, `steps`,
+    `guidance`, `classes` (a number or name, or several), `seed`, `precision`, `batch_size`, ...
+
+    >>> images = residua.sample("runs/d", 64, steps=25, classes=("cat",), guidance=2.0)
+    >>> residua.sample(model, 10_000, "samples")
+    """
+    given = options_of(Options, options, model=model, n=n, out=out)
+    return measured(progress, _images, given) if out is None else measured(progress, work, given)
+
+
+def _images(o: Options) -> Tensor:
+    """The images themselves."""
+    from residua.train.sample import attach_autoencoder, sample
+
+    model = network(o)
+    device = o.device if o.device is None and not isinstance(o.model, str) else device_of(o.device)
+    if o.latents:
+        attach_autoencoder(model, o.latents, device)
+    return sample(model, o.n, settings=asked(o), batch_size=o.batch_size, device=device)
+
+
+def work(o: Options) -> Path:
+    """What the command does."""
     planned = plan(o)
     pre = planned.model.preprocessing
     if make(o, planned) and not _is_picture(planned.out) and pre.in_chans in (1, 3):
@@ -66,12 +109,14 @@ def sample(args: list[str]) -> None:
         from residua.train.samplefiles import described
 
         folder = planned.out.is_dir()
+        source = (trained_on(o.model) if isinstance(o.model, str) else None) or "DATA"
         there = sum(1 for _ in planned.out.glob("*.png")) if folder else described(planned.out).get("n", 0)
         if there > o.n:
             note(f"{planned.out} holds {there:,} samples, from earlier calls: a score of it is of them all")
-        out, data = (shlex.quote(text) for text in (str(planned.out), trained_on(o.model) or "DATA"))
+        out, source = shlex.quote(str(planned.out)), shlex.quote(source)
         side = " ".join(map(str, dict.fromkeys(pre.img_size)))  # once where height and width are the same
-        say(f"score:    residua score {out} --reference {data} --reference-split train --img-size {side}")
+        say(f"score:    residua score {out} --reference {source} --reference-split train --img-size {side}")
+    return planned.out
 
 
 @dataclass(frozen=True)
@@ -87,16 +132,15 @@ class Plan:
     accelerator: Any
 
 
-def plan(o: SampleOptions) -> Plan:
+def plan(o: Options) -> Plan:
     """Check and choose everything before anything is made."""
 
     from residua.data.autoencoder import open_autoencoder
-    from residua.train import checkpoint as ckpt
-    from residua.train.sample import Sampling, attach_autoencoder, check_sampling
+    from residua.train.checkpoint import weights_file
+    from residua.train.sample import attach_autoencoder, check_sampling
     from residua.train.samplefiles import describe, hash_weights
 
-    model = ckpt.load(o.model, ema=o.ema)
-    asked = Sampling(o.sampler, o.steps, o.guidance, o.classes, o.seed, o.spacing, o.clip, o.precision, o.compile)
+    model = network(o)
     accelerator, device = accelerator_of(o.device), device_of(o.device)
     if accelerator is not None:
         device = accelerator.device
@@ -104,16 +148,38 @@ def plan(o: SampleOptions) -> Plan:
         attach_autoencoder(model, o.latents, device)
     elif (space := getattr(model, "autoencoder", None)) is not None:
         open_autoencoder(space, device)  # whether it is there, before the first samples want it
-    settings = check_sampling(model, asked, device)
-    weights = ckpt.weights_file(Path(o.model).expanduser(), ema=o.ema).resolve()
-    about = {"checkpoint": str(weights), "weights": hash_weights(model)}
-    out = Path(o.out).expanduser() if o.out else _default_out(o, weights, describe(model, settings, o.n) | about)
-    if not o.out and model.preprocessing.in_chans not in (1, 3):  # which are no PNGs
+    settings = check_sampling(model, asked(o), device)
+    about = {"weights": hash_weights(model)}
+    if isinstance(o.model, str):
+        weights = weights_file(Path(o.model).expanduser(), ema=o.ema).resolve()
+        about = {"checkpoint": str(weights)} | about
+    if o.out:
+        return Plan(model, settings, Path(o.out).expanduser(), about, device, accelerator)
+    out = _default_out(o, weights, describe(model, settings, o.n) | about)
+    if model.preprocessing.in_chans not in (1, 3):  # which are no PNGs
         out = out.with_name(f"{out.name}.npz")
     return Plan(model, settings, out, about, device, accelerator)
 
 
-def make(o: SampleOptions, planned: Plan) -> bool:
+def network(o: Options) -> Any:
+    """The model to sample from: loaded, or the one in memory."""
+    from residua.train.checkpoint import load
+
+    if isinstance(o.model, str):
+        return load(o.model, ema=o.ema)
+    if o.latents:
+        raise ValueError("latents are for weights in a file: a model in memory has its own (model.autoencoder)")
+    return o.model
+
+
+def asked(o: Options) -> Any:
+    """The sampler's settings, as `residua.train.sample` has them."""
+    from residua.train.sample import Sampling
+
+    return Sampling(o.sampler, o.steps, o.guidance, o.classes, o.seed, o.spacing, o.clip, o.precision, o.compile)
+
+
+def make(o: Options, planned: Plan) -> bool:
     """Make the images asked for, or those of them that are missing; whether this process is the one that speaks."""
     from residua.train.samplefiles import write_samples
 
@@ -139,12 +205,12 @@ def make(o: SampleOptions, planned: Plan) -> bool:
     return main
 
 
-def _default_out(o: SampleOptions, weights: Path, made: dict[str, Any]) -> Path:
+def _default_out(o: Options, weights: Path, made: dict[str, Any]) -> Path:
     """RUN/samples/NAME, or samples/NAME for weights elsewhere; other weights or settings have another name."""
     from residua.train.samplefiles import hash_settings
 
-    run = Path(o.model).expanduser()
-    home = run / "samples" if (run / "checkpoints").is_dir() else Path("samples")
+    run = run_folder(o.model)
+    home = Path("samples") if run is None else run / "samples"
     step = weights.parent.name if weights.parent.parent.name == "checkpoints" else weights.stem
     parts = [step, made["sampler"], str(made["steps"]), f"seed{o.seed}"]
     if o.guidance != 1:
