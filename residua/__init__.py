@@ -7,7 +7,9 @@ __version__ = "0.1.0"
 _HOME = {"alphas": "residua.nn", "create_model": "residua.adapt.encoder"}
 _HOME |= {name: "residua.adapt" for name in ("fade", "stream", "unfade")}
 _HOME["mixing"] = "residua.anatomy.mixing"
-_COMMANDS = ("diffuse", "embed", "finetune", "pretrain", "sample", "score", "segment")
+_COMMANDS = (
+    "compare", "counterfactual", "diffuse", "embed", "finetune", "pretrain", "sample", "score", "segment", "ujm"
+)  # fmt: skip
 _HOME |= {name: f"residua.commands.{name}" for name in _COMMANDS}
 _HOME["Run"] = "residua.commands.run"
 _HOME["load"] = "residua.train.checkpoint"

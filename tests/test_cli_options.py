@@ -85,7 +85,7 @@ ARRIVING: dict[str, tuple[str, dict[str, Any]]] = {
         "compare a b --dynamics --limit 7 --colors spectral --device meta",
         {"along": True, "limit": 7, "basis": "spectral", "device": "meta"},
     ),
-    "residua.export:export": (
+    "residua.export:write": (
         "export RUN --to hub --overwrite --no-ema --license mit --push me/tiny",
         {"overwrite": True, "ema": False, "license": "mit", "name": "me/tiny"},
     ),
@@ -148,8 +148,11 @@ def test_what_has_no_name_arrives_in_order(run: Path, tmp_path: Path, monkeypatc
     args = ["embed", str(run), "--data", "digits", "--out", "f.parquet"]
     _, data, out = given("residua.evaluate.table:write_table", *args)
     assert (data.train.name, str(out)) == ("digits", "f.parquet")
-    assert given("residua.export:export", "export", str(run), "--to", "onnx", "--out", "o") == (str(run), "onnx", "o")
-    assert given("residua.report:compare", "compare", "a", "b", "--out", "p") == ([Path("a"), Path("b")], Path("p"))
+    assert given("residua.export:write", "export", str(run), "--to", "onnx", "--out", "o") == (str(run), "onnx", "o")
+    assert given("residua.report:compare", "compare", "a", "b", "--out", "p") == (
+        [Path("a"), Path("b")],
+        Path("p"),
+    )
     assert given("residua.evaluate.generative:score", "score", "s", "--reference", "r") == ("s", "r")
     made = given("residua.commands.sample:plan", "score", str(run), "-n", "7", "--latents", "vae", "--device", "meta")
     assert made == (Options(str(run), n=7, latents="vae", device="meta"),)

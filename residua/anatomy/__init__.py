@@ -3,7 +3,13 @@
 svd = jacobian_svd(step, step.input, k=30)            # top singular triplets, matrix-free
 laws = alignment(model, images, classes=10)           # RA1 to RA4
 laws.scalars(), laws.verdicts(), laws.table(), laws.figure()
+
+Called, the package measures a network as the command does: `residua.anatomy("runs/a")`.
 """
+
+import sys
+
+from residua.callable import Command
 
 from .alignment import Alignment, Block, measure, straightness
 from .collapse import Collapse, neural_collapse
@@ -27,3 +33,5 @@ __all__ = [
     "solve",
     "straightness",
 ]
+
+sys.modules[__name__].__class__ = Command

@@ -45,23 +45,11 @@ Residua trains, measures and explains residual networks whose shortcuts fade wit
   residua recipes [NAME]                         rows of the paper, runnable
 
 Add --help to a command for its options."""
-COMMANDS = {
-    name: f"residua.cli.{name}"
-    for name in (
-        "demo",
-        "pretrain",
-        "finetune",
-        "diffuse",
-        "anatomy",
-        "counterfactual",
-        "compare",
-        "sweep",
-        "data",
-        "recipes",
-        "export",
-    )
-} | {"ujm": "residua.cli.anatomy"}
-COMMANDS |= {name: f"residua.commands.{name}" for name in ("evaluate", "embed", "segment", "score", "sample")}
+_READ = ("demo", "pretrain", "finetune", "diffuse", "sweep", "data", "recipes")
+_TABLE = (
+    "evaluate", "embed", "segment", "score", "sample", "compare", "anatomy", "counterfactual", "ujm", "export"
+)  # fmt: skip
+COMMANDS = {name: f"residua.cli.{name}" for name in _READ} | {name: f"residua.commands.{name}" for name in _TABLE}
 """Command -> the module that has its `Options` and does its `work`, or that reads what was typed by itself."""
 
 

@@ -1,6 +1,6 @@
 """Models out: to stock libraries, with decay folded into the weights; to programs; to the Hub.
 
-    result = export("runs/2026-11-15-shapes", "timm", "shapes-timm")
+    result = residua.export("runs/2026-11-15-shapes", "timm", "shapes-timm")
     print(result.exports[0][0].snippet, result.largest)
 
 Every export is loaded again in a process of its own, without this package, and compared on real images.
@@ -12,6 +12,7 @@ import copy
 import importlib.util
 import inspect
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from residua.adapt import is_name, is_own, unwrapped
+from residua.callable import Command, command
 from residua.data.errors import did_you_mean
 from residua.export import graph, hub, plain, stock
 from residua.export.clean import Checked, Export, check, real_images, relative
@@ -32,7 +34,7 @@ from residua.missing import pip_install
 from residua.nn import MAE, Classifier, ResNet, ViT
 from residua.train.checkpoint import load, save_model, weights_file
 
-__all__ = ["TARGETS", "Checked", "Export", "ExportError", "Folded", "Result", "export", "fold_resnet", "fold_vit"]
+__all__ = ["TARGETS", "Checked", "Export", "ExportError", "Folded", "Result", "fold_resnet", "fold_vit", "write"]
 
 Writer = Callable[[nn.Module, Path, Tensor, str], Export]
 
@@ -79,7 +81,7 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What `export` wrote and how far it is from the model."""
+    """What `write` wrote and how far it is from the model."""
 
     out: Path
     images: str
@@ -95,9 +97,9 @@ class Result:
 
 
 @torch.no_grad()
-def export(
+def write(
     model: str | Path | nn.Module,
-    to: str = "timm",
+    to: str,
     out: str | Path | None = None,
     *,
     overwrite: bool = False,
@@ -275,3 +277,13 @@ def _installed(to: str) -> None:
     modules = NEEDS.get(to, ())
     if not _has(modules):
         raise ExportError(f"--to {to} needs {', '.join(modules)}: {pip_install(*modules)}")
+
+
+sys.modules[__name__].__class__ = Command
+
+
+def __getattr__(name: str) -> Any:
+    """`residua.export.export` is what `residua.export` calls."""
+    if name == "export":
+        return command(name)
+    raise AttributeError(f"module 'residua.export' has no attribute {name!r}")

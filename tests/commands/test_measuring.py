@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import warnings
@@ -18,7 +19,7 @@ import residua
 from residua import cli
 from residua.commands.calling import undisturbed_world
 from residua.data import Splits
-from residua.train.checkpoint import write_checkpoint
+from residua.train.checkpoint import load_file, write_checkpoint
 
 DATA = "shapes?n=64&size=16&test=32"
 QUICK: dict[str, Any] = {"probe": None, "device": "cpu"}
@@ -203,6 +204,69 @@ def test_samples_and_their_score(run: Path, diffusion: Any, tmp_path: Path, caps
         residua.score(images, DATA, fids=True)
 
 
+def test_a_comparison(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(run, "copy", ignore=shutil.ignore_patterns("features"))
+    page = residua.compare(run, "copy", out=tmp_path / "ours.html", device="cpu")
+    assert page == tmp_path / "ours.html"
+    typed(capsys, "compare", run, "copy", "--out", "theirs.html", "--device", "cpu")
+    ours, theirs = (Path(name).read_text() for name in ("ours.html", "theirs.html"))
+    assert len(ours) == pytest.approx(len(theirs), abs=2000), "but for how it was made"
+    with pytest.raises(ValueError, match="no option named colours; did you mean 'colors'"):
+        residua.compare(run, run, colours="spectral")
+
+
+def test_an_anatomy(run: Path, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"images": 1, "top": 2, "device": "cpu", "split": "train"}
+    ours = residua.anatomy(run, **options, out=tmp_path / "ours")
+    typed(capsys, "anatomy", run, *_flags(options), "--out", "theirs")
+    stored, theirs = (json.loads(Path(name, "anatomy.json").read_text()) for name in ("ours", "theirs"))
+    assert stored == theirs
+    before = set(tmp_path.rglob("*"))
+    again = residua.anatomy(model, residua.data.load(DATA), **options)
+    assert again.parts[0].laws.scalars() == ours.parts[0].laws.scalars()
+    assert set(tmp_path.rglob("*")) == before, "of a network in memory nothing is written"
+    with pytest.raises(ValueError, match="--every-checkpoint is for a run, and MAE is none"):
+        residua.anatomy(model, DATA, every_checkpoint=True)
+    with pytest.raises(ValueError, match="no option named tops; did you mean"):
+        residua.anatomy(model, DATA, tops=1)
+
+
+def test_small_networks_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"depth": 2, "width": 8, "epochs": 1.0, "data": "digits?train=96", "device": "cpu", "top": 2, "images": 1}
+    ours = residua.counterfactual("shortcut", **options)
+    assert list(tmp_path.glob("counterfactuals*")) == []
+    typed(capsys, "counterfactual", "shortcut", *_flags(options), "--out", "theirs")
+    theirs = json.loads(Path("theirs/counterfactual.json").read_text())
+    assert [outcome.accuracy for outcome in ours] == [outcome["accuracy"] for outcome in theirs]
+    with pytest.raises(ValueError, match="kind is shortcuts; expected shortcut or classes or"):
+        residua.counterfactual("shortcuts")
+
+
+def test_the_unconstrained_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, laws = residua.ujm(depth=3, penalty="kinetic", out=tmp_path / "ours")
+    typed(capsys, "ujm", "--depth", "3", "--penalty", "kinetic", "--out", "theirs")
+    assert Path("ours/ujm.json").read_text() == Path("theirs/ujm.json").read_text()
+    assert json.loads(Path("ours/ujm.json").read_text())["accuracy"] == model.accuracy()
+    assert residua.ujm(depth=3, penalty="kinetic").laws.scalars() == laws.scalars()
+    with pytest.raises(ValueError, match="depth is deep; expected a whole number"):
+        residua.ujm(depth="deep")
+
+
+def test_an_export(run: Path, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = residua.export(run, "safetensors", tmp_path / "ours")
+    typed(capsys, "export", run, "--to", "safetensors", "--out", "theirs")
+    files = [load_file(Path(name, "model.safetensors")) for name in ("ours", "theirs")]
+    assert all(torch.equal(x, files[1][name]) for name, x in files[0].items())
+    again = residua.export.export(model, "safetensors", tmp_path / "again")
+    assert again.largest == result.largest
+    with pytest.raises(ValueError, match="exists: choose another --out, or --overwrite"):
+        residua.export(run, to="safetensors", out="ours")
+    with pytest.raises(ValueError, match="--push uploads hub folders"):
+        residua.export(run, "timm", push="me/tiny")
+    with pytest.raises(ValueError, match="no option named licence; did you mean 'license'"):
+        residua.export(run, "hub", licence="mit")
+
+
 FRESH = """
 import residua.evaluate.knn, residua.commands.evaluate
 import torch
@@ -211,6 +275,9 @@ assert found.accuracy == 100
 from residua.evaluate import clusters, generative, suite, table
 assert residua.evaluate.embed is residua.embed and residua.evaluate.segment is residua.segment
 assert callable(residua.evaluate) and residua.evaluate.__name__ == "residua.evaluate"
+import residua.anatomy.network, residua.export.fold, residua.anatomy.jacobian
+assert residua.anatomy.jacobian_svd(lambda x: 2 * x, torch.ones(1, 3), k=1).S.item() == 2
+assert callable(residua.anatomy) and callable(residua.export) and callable(residua.export.fold_vit)
 model = residua.create_model("vit_nano", img_size=16, patch_size=4, depth=1)
 print(residua.evaluate(model, data="shapes?n=40&size=16&test=20", probe=None).value("kNN") > 0)
 assert {"Run", "embed", "evaluate", "pretrain"} <= set(dir(residua))
@@ -234,6 +301,9 @@ residua.evaluate.linear_probe(feats.train, feats.test, protocol="simple")
 residua.evaluate.entropy_rank(feats.test.last), residua.evaluate.rankme(feats.test.last)
 reveal_type(residua.evaluate(model, data="cifar100", probe=None))
 residua.sample(model, 4).shape, residua.sample(model, 4, "samples").name
+reveal_type(residua.anatomy("torchvision:resnet18", data="cifar10", top=30))
+residua.anatomy.jacobian_svd(model, feats.test.last, k=30)
+residua.export("runs/a", to="transformers").largest
 """
 
 

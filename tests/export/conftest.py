@@ -13,7 +13,7 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "train"
 
 import drive
 
-from residua.export import Checked, export
+from residua.export import Checked, write
 
 TRAINED = {"steps": 30, "lr": 5e-3, "ema": None, "checkpoint_every": 30, "data": "shapes?n=64&size=16&test=20"}
 EVALUATION = {
@@ -63,7 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def plain_hub(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     out = tmp_path_factory.mktemp("hub") / "tiny"
     (runs("plain") / "evaluation.json").write_text(json.dumps(EVALUATION))
-    return export(runs("plain"), "hub", out, license="mit")
+    return write(runs("plain"), "hub", out, license="mit")
 
 
 def _train(name: str, out: Path, run: Any) -> None:

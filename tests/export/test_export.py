@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 import residua
 from residua.cli import main
 from residua.data import Preprocessing
-from residua.export import ExportError, export, graph, hub
+from residua.export import ExportError, graph, hub, write
 from residua.export.clean import CHECKER, Export, check, real_images
 from residua.missing import pip_install
 from residua.train.checkpoint import write_checkpoint
@@ -34,7 +34,7 @@ from residua.train.options import trained_on
 
 def test_onnx(runs: Any, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
-    result = export(runs("ushape"), "onnx", tmp_path / "out")
+    result = write(runs("ushape"), "onnx", tmp_path / "out")
     differences = result.exports[0][1].differences["tokens"]
     assert differences[1] < 1e-4
     assert differences[7] < 1e-4
@@ -47,12 +47,12 @@ def test_onnx(runs: Any, tmp_path: Path) -> None:
 
 
 def test_a_diffusion_model_becomes_a_program_and_nothing_else(runs: Any, tmp_path: Path) -> None:
-    result = export(runs("diffusion"), "torch-export", tmp_path / "out")
+    result = write(runs("diffusion"), "torch-export", tmp_path / "out")
     assert result.largest < 1e-5
     assert result.exports[0][0].computing == "prediction = model(x, t, y)"
     for target in ("timm", "transformers", "torchvision", "transformers-mae"):
         with pytest.raises(ExportError, match="UViT"):
-            export(runs("diffusion"), target, tmp_path / target)
+            write(runs("diffusion"), target, tmp_path / target)
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def test_torch_export_of_classifiers_and_foreign_encoders(runs: Any, tmp_path: P
 
 
 def test_safetensors_is_our_own_file(runs: Any, tmp_path: Path) -> None:
-    result = export(runs("ushape"), "safetensors", tmp_path / "out")
+    result = write(runs("ushape"), "safetensors", tmp_path / "out")
     assert result.largest < 1e-5
     assert result.exports[0][1].differences["tokens"]  # plain.py ran on the images
     before, after = residua.load(runs("ushape")), residua.load(tmp_path / "out")
@@ -137,7 +137,7 @@ def test_the_moving_average_is_exported_unless_told_otherwise(
     last, average = small_vit(), small_vit()
     last.preprocessing = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3)
     write_checkpoint(tmp_path / "run", 7, last, {}, ema=average.state_dict())
-    export(tmp_path / "run", "safetensors", tmp_path / "out", **options)
+    write(tmp_path / "run", "safetensors", tmp_path / "out", **options)
     written = residua.load(tmp_path / "out").state_dict()["blocks.1.mlp.fc2.weight"]
     for model, there in ((last, not averaged), (average, averaged)):
         assert torch.equal(model.state_dict()["blocks.1.mlp.fc2.weight"], written) is there
@@ -153,7 +153,7 @@ def test_a_model_that_stretches_images_does_so_elsewhere(tmp_path: Path, crop_pc
     image = Image.fromarray((np.stack([np.sin(x), np.cos(y), np.sin(x + y)], 2) * 100 + 128).astype(np.uint8))
     for to, prefix in (("timm", "timm:local-dir:"), ("transformers", "transformers:")):
         out = tmp_path / to
-        written = export(model, to, out).exports[0][0]
+        written = write(model, to, out).exports[0][0]
         assert not any("stretches" in note for note in written.notes)
         for name in (str(out), f"{prefix}{out}"):
             loaded: Any = residua.load(name)
@@ -163,12 +163,12 @@ def test_a_model_that_stretches_images_does_so_elsewhere(tmp_path: Path, crop_pc
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "transformers")
     for theirs in (transform(image), processor(image, return_tensors="pt")["pixel_values"][0]):
         assert float((model.preprocessing(image) - theirs).abs().mean()) < 0.03
-    export(model, "hub", tmp_path / "hub")
+    write(model, "hub", tmp_path / "hub")
     assert f"stretched, central crop {crop_pct:g}" in (tmp_path / "hub" / "README.md").read_text()
 
 
 def test_a_result_is_printed_without_its_tensors(tmp_path: Path) -> None:
-    assert "tensor(" not in repr(export(small_vit(), "timm", tmp_path / "out"))
+    assert "tensor(" not in repr(write(small_vit(), "timm", tmp_path / "out"))
 
 
 def test_cards_leave_out_all_that_changes_nothing() -> None:
@@ -180,12 +180,12 @@ def test_cards_leave_out_all_that_changes_nothing() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_the_card_of_a_checkpoint_knows_its_run_and_its_alphas(runs: Any, tmp_path: Path) -> None:
     checkpoint = next((runs("ushape") / "checkpoints").iterdir())
-    card = (export(checkpoint, "hub", tmp_path / "last").out / "README.md").read_text()
+    card = (write(checkpoint, "hub", tmp_path / "last").out / "README.md").read_text()
     assert "trained with Residua on `shapes?" in card
     assert "alpha_min = 0.6, linear over the depth;" in card
     model: Any = residua.load(checkpoint)
     model.encoder.shortcut.set_strength(0.5)
-    card = (export(model, "hub", tmp_path / "half").out / "README.md").read_text()
+    card = (write(model, "hub", tmp_path / "half").out / "README.md").read_text()
     assert "alpha_min = 0.6, linear over the depth, on the way to which annealing had come to 0.8;" in card
 
 
@@ -197,11 +197,11 @@ def test_a_full_disk_is_a_sentence(target: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("residua.export.stock.save_file", full)
     monkeypatch.setattr("residua.train.checkpoint.save_file", full)
     with pytest.raises(ExportError, match=r"cannot write to .*out: No space left on device\. Free some space"):
-        export(small_vit(), target, tmp_path / "out")
+        write(small_vit(), target, tmp_path / "out")
     assert not any(tmp_path.iterdir())
     (tmp_path / "file").touch()
     with pytest.raises(ExportError, match=r"cannot write to .*out: .*choose another --out"):
-        export(small_vit(), target, tmp_path / "file" / "out")
+        write(small_vit(), target, tmp_path / "file" / "out")
 
 
 def test_a_full_disk_does_not_end_the_process_that_exports_a_program(
@@ -212,7 +212,7 @@ def test_a_full_disk_does_not_end_the_process_that_exports_a_program(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(ExportError, match=r"cannot write to .*out: .*No space left on device\. Free some space"):
-        export(small_vit(), "torch-export", tmp_path / "out")
+        write(small_vit(), "torch-export", tmp_path / "out")
     assert not any(tmp_path.iterdir())
 
 
@@ -222,24 +222,24 @@ def test_an_error_that_is_not_the_disks_stays_itself(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("residua.train.checkpoint.save_file", offline)
     with pytest.raises(OSError, match=r"^the Hub cannot be reached$"):
-        export(small_vit(), "safetensors", tmp_path / "out")
+        write(small_vit(), "safetensors", tmp_path / "out")
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_wrapped_model_is_exported_as_what_it_wraps(tmp_path: Path) -> None:
     model = small_vit()
-    export(torch.nn.DataParallel(model), "safetensors", tmp_path / "out")
+    write(torch.nn.DataParallel(model), "safetensors", tmp_path / "out")
     assert residua.load(tmp_path / "out").config == model.config
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_model_that_does_not_say_how_images_are_prepared_is_told() -> None:
     model = residua.create_model("vit", img_size=16, patch_size=4, embed_dim=32, depth=1, num_heads=2)
-    result = export(model, "timm", "unsaid")
+    result = write(model, "timm", "unsaid")
     assert [note for note in result.notes if "mean 0.5 and std 0.5 are written" in note]
-    assert "assumed" in (export(model, "hub", "card").out / "README.md").read_text()
+    assert "assumed" in (write(model, "hub", "card").out / "README.md").read_text()
     model.preprocessing = Preprocessing((16, 16), (0.3,) * 3, (0.2,) * 3)
-    assert export(model, "timm", "said").notes == ()
+    assert write(model, "timm", "said").notes == ()
 
 
 def test_pushing(runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -275,7 +275,7 @@ def test_pushing(runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_a_hub_folder_of_what_no_library_has(runs: Any, tmp_path: Path) -> None:
-    result = export(runs("diffusion"), "hub", tmp_path / "out")
+    result = write(runs("diffusion"), "hub", tmp_path / "out")
     assert "no stock library has a UViT" in result.notes[0]
     assert residua.load(tmp_path / "out").process is not None
     assert not (tmp_path / "out" / "config.json").exists()
@@ -323,17 +323,17 @@ def test_a_withdrawn_export_leaves_nothing(runs: Any, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("residua.export.check", wrong)
     with pytest.raises(ExportError, match="differs"):
-        export(runs("plain"), "timm", tmp_path / "out")
+        write(runs("plain"), "timm", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
     with pytest.raises(ExportError, match="differs"):
-        export(runs("plain"), "timm", tmp_path / "out")
+        write(runs("plain"), "timm", tmp_path / "out")
     assert [*tmp_path.rglob("*")] == [tmp_path / "out"]
 
 
 def test_a_withdrawn_export_keeps_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
-    export(small_vit(), "timm", out)
+    write(small_vit(), "timm", out)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
 
     def wrong(*_: Any) -> Any:
@@ -341,7 +341,7 @@ def test_a_withdrawn_export_keeps_the_one_before(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("residua.export.check", wrong)
     with pytest.raises(ExportError, match="differs"):
-        export(small_vit(), "timm", out, overwrite=True)
+        write(small_vit(), "timm", out, overwrite=True)
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
     assert [*tmp_path.iterdir()] == [out]
 
@@ -349,25 +349,25 @@ def test_a_withdrawn_export_keeps_the_one_before(tmp_path: Path, monkeypatch: py
 @pytest.mark.usefixtures("unchecked")
 def test_overwriting_leaves_nothing_of_another_target(tmp_path: Path) -> None:
     out, model = tmp_path / "out", small_vit()
-    export(small_vit(), "hub", out)
+    write(small_vit(), "hub", out)
     (out / "notes.txt").write_text("mine")
     (out / "checkpoints" / "step-9").mkdir()
     (out / "checkpoints" / "step-9" / "mine.pt").write_text("mine")
-    export(model, "transformers", out, overwrite=True)
-    ((written, _),) = export(model, "timm", out, overwrite=True).exports
+    write(model, "transformers", out, overwrite=True)
+    ((written, _),) = write(model, "timm", out, overwrite=True).exports
     left = sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.is_file())
     assert left == ["README.md", "checkpoints/step-9/mine.pt", "config.json", "model.safetensors", "notes.txt"]
     assert written.files == ["model.safetensors", "config.json"]
     assert f"local-dir:{out}" in written.loading
     shutil.rmtree(out / "checkpoints")
-    export(model, "hub", out, overwrite=True)
-    export(model, "timm", out, overwrite=True)
+    write(model, "hub", out, overwrite=True)
+    write(model, "timm", out, overwrite=True)
     assert torch.equal(residua.load(out).cls_token, model.cls_token)
 
 
 def test_a_run_is_not_written_over(runs: Any) -> None:
     with pytest.raises(ExportError, match="is a run"):
-        export(runs("plain"), "hub", runs("plain"), overwrite=True)
+        write(runs("plain"), "hub", runs("plain"), overwrite=True)
 
 
 def test_refusals_at_the_command_line(runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

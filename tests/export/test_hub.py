@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import residua
 from residua.cli import main
 from residua.data import Preprocessing
-from residua.export import ExportError, default_out, export, hub
+from residua.export import ExportError, default_out, hub, write
 from residua.train.checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -66,7 +66,7 @@ def test_the_card_has_the_scores_of_fine_tuning(tmp_path: Path, top5: float | No
 @torch.no_grad()
 def test_a_resnet_on_the_hub_is_fetched_by_the_snippet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = resnet(), torch.randn(2, 3, 16, 16)
-    export(model, "hub", "mine", name="me/net")
+    write(model, "hub", "mine", name="me/net")
     text = card("mine")
     front = yaml.safe_load(text.split("---")[1])
     assert front["library_name"] == "torchvision"
@@ -88,7 +88,7 @@ def test_a_resnet_on_the_hub_is_fetched_by_the_snippet(tmp_path: Path, monkeypat
 def test_a_name_that_is_none_is_refused_before_the_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("tiny", "/tiny", "me/", "me/tiny/more"):
         with pytest.raises(ExportError, match=f"--push {name}: give OWNER/NAME"):
-            export(small_vit(), "hub", "h", name=name)
+            write(small_vit(), "hub", "h", name=name)
         with pytest.raises(ExportError, match=f"--push {name}: give OWNER/NAME"):
             hub.push(Path("h"), name)
     write_checkpoint(tmp_path / "run", 1, small_vit(), {})
@@ -99,7 +99,7 @@ def test_a_name_that_is_none_is_refused_before_the_work(tmp_path: Path, capsys: 
 
 def test_what_cannot_be_folded_is_in_the_folder_as_our_checkpoint_alone() -> None:
     model = residua.create_model("vit", img_size=16, patch_size=8, embed_dim=8, depth=2, num_heads=2, alpha_min=0.0)
-    result = export(model, "hub", "h")
+    result = write(model, "hub", "h")
     without = [note for note in result.notes if "without weights" in note]
     assert [note.partition(":")[0] for note in without] == [
         "without weights for timm",
@@ -113,7 +113,7 @@ def test_what_cannot_be_folded_is_in_the_folder_as_our_checkpoint_alone() -> Non
 
 def test_without_transformers_the_rest_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("residua.export._has", lambda modules: "transformers" not in modules)
-    result = export(small_vit(), "hub", "h")
+    result = write(small_vit(), "hub", "h")
     assert any("transformers, which is not installed: pip install" in note for note in result.notes)
     assert [written.target for written, _ in result.exports] == ["timm"]
     assert not Path("h/transformers").exists()
@@ -122,17 +122,17 @@ def test_without_transformers_the_rest_is_written(monkeypatch: pytest.MonkeyPatc
 
 def test_where_an_export_goes_unless_told(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "run", 1, small_vit(), {})
-    assert export("run", "safetensors").out == Path("run/export/safetensors")
+    assert write("run", "safetensors").out == Path("run/export/safetensors")
     assert Path("run/export/safetensors/model.safetensors").is_file()
     assert default_out(Path("run/export/safetensors"), "timm") == default_out(None, "timm") == Path("export/timm")
     Path("taken").touch()
     with pytest.raises(ExportError, match="taken is a file: choose another --out"):
-        export("run", "safetensors", "taken", overwrite=True)
+        write("run", "safetensors", "taken", overwrite=True)
 
 
 def test_the_step_of_a_run_goes_along(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "run", 1234, small_vit(), {})
-    export("run", "hub", "h")
+    write("run", "hub", "h")
     assert "for 1,234 steps." in card("h")
     assert [step.name for step in Path("h/checkpoints").iterdir()] == ["step-0001234"]
     (weights,) = Path("h/checkpoints").rglob("model.json")
@@ -143,7 +143,7 @@ def test_the_model_that_is_given_stays_as_it_is() -> None:
     """In training, in its own precision; what is written is float32, and computed in evaluation."""
     model = resnet().double().train()
     state = copy.deepcopy(model.state_dict())
-    written = export(model, "torchvision", "out").exports[0][0]
+    written = write(model, "torchvision", "out").exports[0][0]
     assert model.training
     torch.testing.assert_close(model.state_dict(), state, atol=0, rtol=0)
     kept = load_file("out/model.safetensors").values()
@@ -156,7 +156,7 @@ def test_the_model_that_is_given_stays_as_it_is() -> None:
 def test_a_card_has_notes_licence_task_and_settings_that_were_given(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "run", 1, small_vit(), {})
     (tmp_path / "run" / "config.yaml").write_text("data: shapes\nalpha_eff: null\nlr: 0.5\nworkers: 3\n")
-    result = export("run", "hub", "h", license="mit")
+    result = write("run", "hub", "h", license="mit")
     text = card("h")
     assert [written.folder for written, _ in result.exports] == [Path("h"), Path("h/transformers")]
     assert "## Licence\n\n`mit`\n" in text
@@ -164,15 +164,15 @@ def test_a_card_has_notes_licence_task_and_settings_that_were_given(tmp_path: Pa
     tiny = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
     model: Any = residua.create_model("sit", **tiny, in_chans=3)
     model.preprocessing = Preprocessing((8, 8), (0.5,) * 3, (0.5,) * 3)
-    export(model, "hub", "sit")
+    write(model, "hub", "sit")
     assert yaml.safe_load(card("sit").split("---")[1])["tags"] == ["residua", "image-generation"]
     assert "## Licence\n\nNot stated.\n" in card("sit")
     unnormed = residua.create_model(**small_vit().config | {"final_norm": False})
-    noted = [note for written, _ in export(unnormed, "hub", "noted").exports for note in written.notes]
+    noted = [note for written, _ in write(unnormed, "hub", "noted").exports for note in written.notes]
     assert noted
     assert all(hub._sentence(note) in card("noted") for note in noted)
 
 
 def test_a_note_on_preprocessing_is_for_targets_that_need_one() -> None:
-    assert export(small_vit(), "safetensors", "own").notes == ()
-    assert len(export(small_vit(), "timm", "timm").notes) == 1
+    assert write(small_vit(), "safetensors", "own").notes == ()
+    assert len(write(small_vit(), "timm", "timm").notes) == 1

@@ -16,7 +16,7 @@ import residua
 from residua.adapt import encoder_of as encode
 from residua.adapt.encoder import open_encoder
 from residua.data import Preprocessing
-from residua.export import ExportError, export, stock
+from residua.export import ExportError, stock, write
 from residua.export.clean import Export, real_images
 from residua.export.fold import fold_vit, single_eps_difference
 from residua.nn import Classifier, encoder_of
@@ -26,7 +26,7 @@ from residua.nn import Classifier, encoder_of
 
 @pytest.mark.parametrize("target", ["timm", "transformers"])
 def test_a_decayed_encoder_without_final_norm(runs: Any, tmp_path: Path, target: str) -> None:
-    result = export(runs("ushape"), target, tmp_path / "out")
+    result = write(runs("ushape"), target, tmp_path / "out")
     ((written, checked),) = result.exports
     assert result.largest < 1e-5
     assert 0 < result.rounding < 1e-5
@@ -77,17 +77,17 @@ def test_timms_own_eps_is_wrong_without_final_norm(runs: Any, tmp_path: Path) ->
 
 
 def test_the_whole_autoencoder(runs: Any, tmp_path: Path) -> None:
-    result = export(runs("plain"), "transformers-mae", tmp_path / "out")
+    result = write(runs("plain"), "transformers-mae", tmp_path / "out")
     assert result.largest < 1e-5
     assert "predicted patches" in result.exports[0][1].differences
     with pytest.raises(ExportError, match="no U-shaped decoder: --to transformers"):
-        export(runs("ushape"), "transformers-mae", tmp_path / "other")
+        write(runs("ushape"), "transformers-mae", tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
 @torch.no_grad()
 def test_classifiers(runs: Any, tmp_path: Path) -> None:
-    assert export(runs("patches"), "timm", tmp_path / "timm").largest < 1e-5
+    assert write(runs("patches"), "timm", tmp_path / "timm").largest < 1e-5
     from transformers import AutoModelForImageClassification
 
     model: Any = residua.load(runs("cls"))
@@ -125,7 +125,7 @@ def test_one_eps_is_not_enough_for_a_short_stream(runs: Any, tmp_path: Path) -> 
     folded = fold_vit(encoder)
     assert single_eps_difference(encoder, folded, images.double()) > 1e-4
     assert single_eps_difference(encoder, replace(folded, eps=1e-6), images.double()) > 1e-4
-    result = export(runs("timm"), "timm", tmp_path / "timm")
+    result = write(runs("timm"), "timm", tmp_path / "timm")
     assert result.largest < 1e-5
     assert len(result.exports[0][0].loading.splitlines()) == 3
     assert "an eps of its own" in result.exports[0][0].notes[0]
@@ -195,17 +195,17 @@ def test_models_of_other_libraries_stay_there(tmp_path: Path) -> None:
 
     for model in ("timm:test_vit", timm.create_model("test_vit")):
         with pytest.raises(ExportError, match="its own library's model already"):
-            export(model, "onnx", tmp_path / "out")
+            write(model, "onnx", tmp_path / "out")
 
 
 def test_torchvision(runs: Any, tmp_path: Path) -> None:
-    result = export(runs("resnet"), "torchvision", tmp_path / "out")
+    result = write(runs("resnet"), "torchvision", tmp_path / "out")
     assert result.largest < 1e-5
     assert "maxpool" in result.exports[0][0].snippet  # the stem of small images
     with pytest.raises(ExportError, match="starts with 64 channels, this one with 8"):
-        export(residua.create_model("resnet18", img_size=32, width=8), "torchvision", tmp_path / "narrow")
+        write(residua.create_model("resnet18", img_size=32, width=8), "torchvision", tmp_path / "narrow")
     with pytest.raises(ExportError, match=r"timm has no network like this ResNet: --to torchvision"):
-        export(runs("resnet"), "timm", tmp_path / "timm")
+        write(runs("resnet"), "timm", tmp_path / "timm")
 
 
 @torch.no_grad()
@@ -333,7 +333,7 @@ def test_a_folder_brings_its_preprocessing(tmp_path: Path, target: str) -> None:
     """Also the crop, which transformers' processor has rounded to whole pixels."""
     model: Any = small_vit()
     model.preprocessing = Preprocessing((16, 16), (0.3, 0.4, 0.5), (0.2, 0.3, 0.25), crop_pct=0.7)
-    export(model, target, tmp_path / "out")
+    write(model, target, tmp_path / "out")
     by_name = {"timm": "timm:local-dir:", "transformers": "transformers:"}[target]
     for name in (str(tmp_path / "out"), f"{by_name}{tmp_path / 'out'}"):
         loaded: Any = residua.load(name)
@@ -348,7 +348,7 @@ def test_an_export_without_final_norm_opens_with_its_norms(runs: Any, tmp_path: 
     model: Any = residua.load(runs(name))
     images, _ = real_images(runs(name), model.preprocessing)
     out = tmp_path / "out"
-    export(runs(name), target, out)
+    write(runs(name), target, out)
     assert ("layer_norm_eps_of_each" in json.loads((out / "config.json").read_text())) == (name == "timm")
     by_name = {"timm": "timm:local-dir:", "transformers": "transformers:"}[target]
     for place in (str(out), f"{by_name}{out}"):
@@ -362,7 +362,7 @@ def test_an_export_for_images_that_are_not_square_opens_again(
     tmp_path: Path, size: tuple[int, int], target: str
 ) -> None:
     model, images, out = small_vit(size), torch.rand(2, 3, *size), tmp_path / "out"
-    export(model, target, out)
+    write(model, target, out)
     by_name = {"timm": "timm:local-dir:", "transformers": "transformers:"}[target]
     for place in (str(out), str(out / "model.safetensors"), f"{by_name}{out}"):
         loaded: Any = residua.load(place)
@@ -373,7 +373,7 @@ def test_an_export_for_images_that_are_not_square_opens_again(
 def test_the_stretching_of_transformers_is_said(tmp_path: Path) -> None:
     model = small_vit((16, 24))
     model.preprocessing = Preprocessing((16, 24), (0.5,) * 3, (0.5,) * 3, crop_pct=0.9)
-    notes = export(model, "transformers", tmp_path / "out").exports[0][0].notes
+    notes = write(model, "transformers", tmp_path / "out").exports[0][0].notes
     assert any("stretches whole images to 16 x 24" in note and "0.9" in note for note in notes)
     loaded: Any = residua.load(f"transformers:{tmp_path / 'out'}")
     assert loaded.preprocessing == model.preprocessing

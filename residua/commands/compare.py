@@ -1,19 +1,19 @@
-"""`residua compare`."""
+"""Runs side by side on one page."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import tyro
 from tyro.conf import Positional
 
+from residua.commands.calling import measured, options_of
 from residua.commands.console import console, device_of, say, show, writable
 
 
 @dataclass(frozen=True)
-class CompareOptions:
+class Options:
     """Runs side by side on one page: what differs between their settings, every score, curves and pictures."""
 
     runs: Positional[tuple[str, ...]]
@@ -32,12 +32,21 @@ class CompareOptions:
     """Open the page in the browser."""
 
 
-def compare(args: list[str]) -> None:
-    """Runs side by side."""
+def compare(*runs: str | Path, progress: bool = False, **options: Any) -> Path:
+    """Write a page with runs side by side, as `residua compare` does; returns the page.
 
+    `runs` are two run folders or more (one, with `dynamics=True`), or what `residua.evaluate(model, out=FILE)` wrote of
+    others; `options` are those of `residua compare --help` by their plain names.
+
+    >>> residua.compare("runs/plain", "runs/faded", out="comparison.html")
+    """
+    return measured(progress, work, options_of(Options, options, runs=tuple(map(str, runs))))
+
+
+def work(o: Options) -> Path:
+    """What the command does."""
     from residua.report import compare, comparison_table
 
-    o = tyro.cli(CompareOptions, args=args, prog="residua compare")
     runs = [Path(run).expanduser() for run in o.runs]
     if o.limit < 0:
         raise ValueError(f"--limit {o.limit}: give a number of images, or 0 for all")
@@ -49,3 +58,4 @@ def compare(args: list[str]) -> None:
     )  # fmt: skip
     console.print(comparison_table(runs))
     show(page, o.open)
+    return page

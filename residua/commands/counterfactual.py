@@ -1,16 +1,17 @@
-"""`residua counterfactual`."""
+"""Small networks that differ in one thing."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
 from rich.table import Table
 from tyro.conf import Positional
 
+from residua.commands.calling import measured, options_of
 from residua.commands.console import console, device_of, say, show
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
-class CounterfactualOptions:
+class Options:
     """Small networks that differ in one thing, trained and measured alike: when does Residual Alignment appear?
 
     The same command continues a study that was stopped: finished networks are not trained again.
@@ -77,16 +78,31 @@ class CounterfactualOptions:
     """Open the page in the browser."""
 
 
-def counterfactual(args: list[str]) -> None:
-    """Train, measure, compare."""
+def counterfactual(kind: str, *, progress: bool = False, **options: Any) -> list[Outcome]:
+    """Train and measure small networks that differ in one thing, as `residua counterfactual` does.
 
+    `kind` is "shortcut", "classes", "stochastic-depth", "depth" or "decay"; `options` are those of
+    `residua counterfactual --help` by their plain names. Networks, numbers and page are kept where `out` names a
+    folder, and there a study that was stopped goes on.
+
+    >>> outcomes = residua.counterfactual("shortcut", depth=8, epochs=10.0)
+    >>> [(outcome.case.name, outcome.accuracy) for outcome in outcomes]
+    """
+    given = options_of(Options, {"kind": kind} | options)
+    if given.out is not None:
+        return measured(progress, work, given)
+    with tempfile.TemporaryDirectory(prefix="residua-") as folder:
+        return measured(progress, work, replace(given, out=folder))
+
+
+def work(o: Options) -> list[Outcome]:
+    """What the command does."""
     from residua.anatomy import counterfactual as engine
     from residua.anatomy.study import Look
     from residua.disk import write_text
     from residua.report.counterfactual import counterfactual_page, four_laws
     from residua.report.figures import save
 
-    o = tyro.cli(CounterfactualOptions, args=args, prog="residua counterfactual")
     cases = engine.plan(
         o.kind, network=o.network, data=o.data, width=o.width, alphas=o.alpha_min, classes=o.classes, rates=o.drop_path,
         depths=o.depth or ((4, 8, 16, 32) if o.kind == "depth" else (16,)), seeds=o.seeds, seed=o.seed, epochs=o.epochs,
@@ -105,6 +121,7 @@ def counterfactual(args: list[str]) -> None:
     say(f"written: {folder / 'counterfactual.json'}")
     say(f"picture: {save(four_laws(outcomes, setting), folder / 'counterfactual.png')}")
     show(counterfactual_page(o.kind, setting, outcomes, o.split, folder / "counterfactual.html"), o.open)
+    return outcomes
 
 
 def _told(outcome: Outcome) -> None:

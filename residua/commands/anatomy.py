@@ -1,4 +1,4 @@
-"""`residua anatomy` and `residua ujm`."""
+"""Residual Alignment of a trained network."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
 from tyro.conf import Positional
 
+from residua.commands.calling import measured, options_of
 from residua.commands.console import (
     bad_images,
     check_folder,
@@ -21,16 +21,21 @@ from residua.commands.console import (
     img_size,
     note,
     open_any,
+    opened,
+    run_folder,
     say,
     show,
 )
 
 if TYPE_CHECKING:
-    from residua.anatomy.study import Moment
+    from torch import nn
+
+    from residua.anatomy.study import Anatomy, Moment
+    from residua.data import Splits
 
 
 @dataclass(frozen=True)
-class AnatomyOptions:
+class Options:
     """Residual Alignment: what the blocks of a trained network do, measured by the Jacobians of their branches."""
 
     model: Positional[str]
@@ -79,29 +84,40 @@ class AnatomyOptions:
     """Open the page in the browser."""
 
 
-def anatomy(args: list[str]) -> None:
-    """Measure a network."""
+def anatomy(
+    model: str | Path | nn.Module, data: str | Path | Splits | None = None, *, progress: bool = False, **options: Any
+) -> Anatomy:
+    """Measure what the blocks of a trained network do, as `residua anatomy` does: Residual Alignment, by the Jacobians
+    of their branches, and Neural Collapse.
 
-    import residua
+    `model` is a run, a checkpoint, a model by name or a network in memory, of which files are written only where `out`
+    names a folder; `data` is a source of images or `Splits`, by default what a run was trained on. `options` are those
+    of `residua anatomy --help` by their plain names.
+
+    >>> found = residua.anatomy("runs/a", images=2, top=4)
+    >>> found.parts[0].laws.scalars(), found.parts[0].laws.verdicts()
+    """
+    return measured(progress, work, options_of(Options, options, model=model, data=data))
+
+
+def work(o: Options) -> Anatomy:
+    """What the command does."""
     from residua.adapt import is_name
     from residua.anatomy.study import Look, along, study
     from residua.disk import write_text
     from residua.report.anatomy import anatomy_page
-    from residua.train.session import slug
 
-    o = tyro.cli(AnatomyOptions, args=args, prog="residua anatomy")
-    run = Path(o.model).expanduser()
-    if o.every_checkpoint and not (run / "checkpoints").is_dir():
-        raise ValueError(f"--every-checkpoint is for a run, and {o.model} is none: it has no folder checkpoints")
+    run, name = run_folder(o.model), o.model if isinstance(o.model, str) else type(o.model).__name__
+    if o.every_checkpoint and run is None:
+        raise ValueError(f"--every-checkpoint is for a run, and {name} is none: it has no folder checkpoints")
     if o.img_size and not is_name(o.model):
-        raise ValueError(f"--img-size is for a model by name: {o.model} has the image size that it was trained with")
-    folder = Path(o.out).expanduser() if o.out else run if run.is_dir() else run.parent
-    if is_name(o.model) and not o.out:
-        folder = Path(f"anatomy-{slug(o.model)}")
-    check_folder(folder)
+        raise ValueError(f"--img-size is for a model by name: {name} has the image size that it was trained with")
+    folder = _folder(o)
+    if folder is not None:
+        check_folder(folder)
     model = open_any(o.model, o.weights, img_size(o.img_size))
     data = o.data or data_of(o.model)
-    splits = residua.data.load(data)
+    splits = opened(data)
     if (o.on_bad_image or bad_images(o.model, data)) == "skip":
         splits = replace(splits, train=splits.train.readable(), test=splits.test and splits.test.readable())
     look = Look(
@@ -119,15 +135,32 @@ def anatomy(args: list[str]) -> None:
         console.print(laws.table(title))
         if laws.converged < 1:
             note(f"{100 * (1 - laws.converged):.1f} % of the triplets did not converge: trust the leading ones only")
-    moments = along(run, splits, look, device=device, each=_moment) if o.every_checkpoint else []
+    moments = along(run, splits, look, device=device, each=_moment) if o.every_checkpoint and run is not None else []
+    if folder is None:
+        return found
     folder.mkdir(parents=True, exist_ok=True)
-    shown = {"model": o.model, "data": data}
+    shown = {"model": name, "data": data if isinstance(data, str) else data.name}
     values = shown | found.to_dict() | {"checkpoints": [moment.to_dict() for moment in moments]}
     write_text(folder / "anatomy.json", json.dumps(values, indent=1))
     say(f"written: {folder / 'anatomy.json'}")
+    title = Path(o.model).expanduser().resolve().name if isinstance(o.model, str) else name
     of = "test" if splits.test is not None and len(splits.test) else "training"
     score = f"{of} accuracy (%)" if found.parts[0].accuracy is not None else "kNN, k = 20 (%)"
-    show(anatomy_page(found, run.resolve().name, folder / "anatomy.html", moments, score), o.open)
+    show(anatomy_page(found, title, folder / "anatomy.html", moments, score), o.open)
+    return found
+
+
+def _folder(o: Options) -> Path | None:
+    """Where files go: the folder asked for, the run, or one beside a file; none for a network in memory."""
+    from residua.adapt import is_name
+    from residua.train.session import slug
+
+    if o.out:
+        return Path(o.out).expanduser()
+    if not isinstance(o.model, str):
+        return None
+    path = Path(o.model).expanduser()
+    return Path(f"anatomy-{slug(o.model)}") if is_name(o.model) else path if path.is_dir() else path.parent
 
 
 def _moment(moment: Moment) -> None:
@@ -135,61 +168,3 @@ def _moment(moment: Moment) -> None:
     score = "" if moment.score is None else f"  score {moment.score:.1f} %"
     coupling, share = scalars["RA2 coupling"][0], scalars["RA2 diagonal share"][0]
     say(f"step {moment.step:,}{score}  coupling {coupling:.3f}  diagonal share {share:.3f}")
-
-
-@dataclass(frozen=True)
-class UJMOptions:
-    """The Unconstrained Jacobians Model: free matrices instead of a network, solved exactly and measured alike."""
-
-    depth: int = 16
-    """Number of Jacobians."""
-    penalty: Literal["weights", "kinetic"] = "weights"
-    """weights: squares of the Jacobians; kinetic: squares of the steps they make."""
-    dim: int = 6
-    """Dimensions."""
-    samples: int = 40
-    """Of the Gaussian clouds, over all classes."""
-    classes: int = 2
-    """Clouds: two at +-e_1, more at e_1, e_2, ..."""
-    noise: float = 0.3
-    """Of a cloud."""
-    lam: float = 0.01
-    """Strength of the penalty."""
-    lam_w: float = 0.01
-    """Strength of the classifier's weight decay."""
-    seed: int = 0
-    """Of the samples and of where the solver starts."""
-    out: str | None = None
-    """Folder for ujm.json and ujm.html; default: none are written."""
-    open: bool = False
-    """Open the page in the browser."""
-
-
-def ujm(args: list[str]) -> None:
-    """Solve and measure the unconstrained model."""
-    from residua.anatomy import blobs, measure, solve
-    from residua.anatomy.alignment import ujm_blocks
-    from residua.disk import write_text
-    from residua.report.anatomy import ujm_page
-
-    o = tyro.cli(UJMOptions, args=args, prog="residua ujm")
-    if o.open and o.out is None:
-        raise ValueError("--open needs --out: the folder that the page is written to")
-    if o.out is not None:
-        check_folder(Path(o.out).expanduser())
-    x, y = blobs(o.dim, o.samples, o.classes, o.noise, o.seed)
-    model = solve(x, y, o.depth, penalty=o.penalty, lam=o.lam, lam_w=o.lam_w, seed=o.seed)
-    rank = 1 if o.classes == 2 else o.classes  # two classes need one direction
-    laws = measure(*ujm_blocks(model), k=min(o.dim, max(4, rank + 1)), classes=rank)
-    console.print(laws.table(f"{o.depth} Jacobians of {o.dim} dimensions, {o.penalty} penalty, {o.classes} classes"))
-    values = laws.S[0, :, 0]
-    say(f"s_1 from {float(values[0]):.4f} (first) to {float(values[-1]):.4f} (last); sum {float(values.sum()):.3f}; "
-        f"|<u, v>| {float(laws.left_right[0].mean()):.3f}; {model.accuracy():.1f} % classified right; "
-        f"norm of the gradient {model.gradient:.1e}")  # fmt: skip
-    if o.out is not None:
-        folder = Path(o.out).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        summary = {"loss": model.loss, "gradient": model.gradient, "accuracy": model.accuracy()}
-        write_text(folder / "ujm.json", json.dumps(summary | {"laws": laws.to_dict()}, indent=1))
-        say(f"written: {folder / 'ujm.json'}")
-        show(ujm_page(model, laws, folder / "ujm.html"), o.open)

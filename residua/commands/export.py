@@ -1,17 +1,24 @@
-"""`residua export`."""
+"""A model for other libraries."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import tyro
 from tyro.conf import Positional
 
+from residua.commands.calling import measured, options_of
 from residua.commands.console import note, say
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from residua.export import Result
 
 
 @dataclass(frozen=True)
-class ExportOptions:
+class Options:
     """A model for other libraries, decay folded into ordinary weights, loaded there again and compared."""
 
     model: Positional[str]
@@ -33,14 +40,32 @@ class ExportOptions:
     """Of --push: a private repository."""
 
 
-def export(args: list[str]) -> None:
-    """Write a model for another library."""
-    from residua.export import export, hub
+def export(
+    model: str | Path | nn.Module,
+    to: str,
+    out: str | Path | None = None,
+    *,
+    progress: bool = False,
+    **options: Any,
+) -> Result:
+    """Write a model for another library, as `residua export` does: load it there again, and compare.
 
-    o = tyro.cli(ExportOptions, args=args, prog="residua export")
+    `model` is a run, a checkpoint, published weights or a network in memory, which is left as it is; `to` and `options`
+    are those of `residua export --help`.
+
+    >>> result = residua.export("runs/a", "timm", "a-timm")
+    >>> result.largest, result.exports[0][0].snippet
+    """
+    return measured(progress, work, options_of(Options, options, model=model, to=to, out=out))
+
+
+def work(o: Options) -> Result:
+    """What the command does."""
+    from residua.export import hub, write
+
     if o.push and o.to != "hub":
         raise ValueError(f"--push uploads hub folders: --to hub, not {o.to}")
-    result = export(o.model, o.to, o.out, overwrite=o.overwrite, ema=o.ema, license=o.license, name=o.push)
+    result = write(o.model, o.to, o.out, overwrite=o.overwrite, ema=o.ema, license=o.license, name=o.push)
     for written, checked in result.exports:
         libraries = ", ".join(f"{name} {version}" for name, version in checked.versions.items())
         say(f"{written.target}: {written.folder} ({', '.join(written.files)})")
@@ -63,3 +88,4 @@ def export(args: list[str]) -> None:
             note("the card states no licence: --license")
     if o.push:
         say(f"pushed: {hub.push(result.out, o.push, o.private)}")
+    return result
