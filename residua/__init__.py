@@ -8,7 +8,7 @@ _HOME = {"alphas": "residua.nn", "create_model": "residua.adapt.encoder"}
 _HOME |= {name: "residua.adapt" for name in ("fade", "stream", "unfade")}
 _HOME["mixing"] = "residua.anatomy.mixing"
 _COMMANDS = (
-    "compare", "counterfactual", "diffuse", "embed", "finetune", "pretrain", "sample", "score", "segment", "ujm"
+    "compare", "counterfactual", "demo", "diffuse", "embed", "finetune", "pretrain", "sample", "score", "segment", "ujm"
 )  # fmt: skip
 _HOME |= {name: f"residua.commands.{name}" for name in _COMMANDS}
 _HOME["Run"] = "residua.commands.run"

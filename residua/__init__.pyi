@@ -8,6 +8,7 @@ from residua.anatomy.mixing import mixing
 from residua.commands.anatomy import anatomy as _anatomy
 from residua.commands.compare import compare
 from residua.commands.counterfactual import counterfactual
+from residua.commands.demo import demo
 from residua.commands.diffuse import diffuse
 from residua.commands.embed import embed
 from residua.commands.evaluate import evaluate as _evaluate
@@ -25,9 +26,9 @@ from residua.train.checkpoint import load
 
 __version__: str
 __all__ = [
-    "Run", "adapt", "alphas", "anatomy", "compare", "counterfactual", "create_model", "data", "diffuse", "embed",
-    "evaluate", "export", "fade", "finetune", "load", "mixing", "nn", "pretrain", "recipes", "report", "sample",
-    "score", "segment", "stream", "train", "ujm", "unfade",
+    "Run", "adapt", "alphas", "anatomy", "compare", "counterfactual", "create_model", "data", "demo", "diffuse",
+    "embed", "evaluate", "export", "fade", "finetune", "load", "mixing", "nn", "pretrain", "recipes", "report",
+    "sample", "score", "segment", "stream", "train", "ujm", "unfade",
 ]  # fmt: skip
 
 class _Package:

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -56,7 +57,7 @@ def undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     torch.set_float32_matmul_precision("highest")
     states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()]
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="(?!.*also occur)")  # notes are expected where a test says so
+        warnings.filterwarnings("error", "(?!.*also occur)", UserWarning)  # notes are expected where a test says so
         yield
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
@@ -265,6 +266,16 @@ def test_an_export(run: Path, model: Any, tmp_path: Path, capsys: pytest.Capture
         residua.export(run, "timm", push="me/tiny")
     with pytest.raises(ValueError, match="no option named licence; did you mean 'license'"):
         residua.export(run, "hub", licence="mit")
+
+
+def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    page = residua.demo(tmp_path / "demo", quick=True)
+    assert page == tmp_path / "demo" / "report.html"
+    assert page.is_file()
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(ValueError, match="no option named fast; known: "):
+        residua.demo(fast=True)
 
 
 FRESH = """
