@@ -118,17 +118,23 @@ def _stores(o: StoresOptions) -> None:
     wrong = [n for n in o.remove if n != "all" and not (n and any(name.startswith(n) for name in names))]
     if wrong:
         raise ValueError(f"--remove {' '.join(wrong)}: no store in {place} is called so")
+    damaged: list[str] = []
     for store in found:
         say(str(store))
         if o.verify and store.state == "whole":
-            damaged = verify(store, counting)
-            text = f"{damaged:,} of its images are damaged: remove it" if damaged else "all images are as written"
-            (note if damaged else say)(f"{store.folder.name}: {text}")
+            count = verify(store, counting)
+            damaged += [store.folder.name] * (count > 0)
+            text = f"{count:,} of its images are damaged, and read from the set itself"
+            text = text if count else "all images are as written"
+            (note if count else say)(f"{store.folder.name}: {text}")
         if any(name == "all" or store.folder.name.startswith(name) for name in o.remove):
             remove(store)
             say(f"removed: {store.folder.name}")
     if not found:
         say(f"no stores in {place}")
+    left = [name for name in damaged if not any(part == "all" or name.startswith(part) for part in o.remove)]
+    if left:
+        raise ValueError(f"damaged: {', '.join(left)}; --remove makes way for new ones")
 
 
 def _shortened(found: dict[str, Any]) -> dict[str, Any]:

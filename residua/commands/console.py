@@ -210,10 +210,14 @@ def dry_run(session: Session[Any, Any]) -> Estimate:
     from residua.train.session import estimate, hours
 
     guess = estimate(session)
-    console.print(f"[bold]memory[/]   about {guess.memory_gib:.2g} GiB for the network and one micro-batch")
+    images = ", and all images" * (guess.decoding_first > 0)
+    console.print(f"[bold]memory[/]   about {guess.memory_gib:.2g} GiB for the network and one micro-batch{images}")
     rates = ", ".join(f"{stage} {rate:,.0f}" for stage, rate in guess.rates.items() if math.isfinite(rate))
     console.print(f"[bold]images/s[/] {rates}: {guess.limit} is the limit")
-    console.print(f"[bold]time[/]     about {hours(guess.seconds)}, from three steps; nothing was trained or written")
+    first = f", {hours(guess.decoding_first)} of it for decoding all images first" if guess.decoding_first else ""
+    console.print(
+        f"[bold]time[/]     about {hours(guess.seconds)}{first}, from three steps; nothing was trained or written"
+    )
     return guess
 
 

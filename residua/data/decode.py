@@ -26,7 +26,7 @@ from residua.data.errors import BadImage
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif", ".npy"})
 _FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF")
 MOST_CHANNELS = 64
-VERSION = 4
+VERSION = 5
 """Part of the fingerprint of what is decoded here: a higher one where the same file gives other pixels than before."""
 _GREY = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N", "F"})
 _SCALE = {"uint8": 255.0, "uint16": 65535.0, "float32": 1.0}

@@ -18,7 +18,7 @@ from residua.data.errors import DataError
 from residua.data.order import Order
 from residua.data.preprocess import canvas_for
 from residua.data.source import Source
-from residua.data.workers import Decoder, Done, Makes, Packed, Pool, Slots, Task, Tasks, Whole
+from residua.data.workers import Decoder, Done, Packed, Pool, Slots, Task, Tasks, Whole
 from residua.room import cores, free_memory
 
 OnBadImage = Literal["error", "skip"]
@@ -48,6 +48,7 @@ class Feed:
 
     `on_bad_image="skip"` puts the next readable image, with its own number, in the place of an unreadable one.
     `skipped` counts these, and a warning names some: of a resident feed once it is filled, else when it is closed.
+    `to_be` says whether images will be resident, of a feed that streams some of them to try how long that takes.
     `wait_seconds` is the time the consumer spent waiting for data. `progress` is told of images decoded into memory,
     and of those that `residua.evaluate` reads.
     """
@@ -65,11 +66,14 @@ class Feed:
         progress: Progress | None = None,
         squash: bool = False,
         crops: Crops | Several | None = None,
+        to_be: bool | None = None,
     ) -> None:
         if on_bad_image not in ("error", "skip"):
             raise DataError(f"on_bad_image {on_bad_image!r}, expected 'error' or 'skip'")
         if len(source) == 0:
             raise DataError(f"{source.name}: no images to feed")
+        if workers is not None and workers < 0:
+            raise DataError(f"workers {workers}, expected a number of processes, or 0 for none")
         self.source, self.device = source, torch.device(device)
         self.workers = min(16, cores()) if workers is None else workers
         self.on_bad_image, self.squash, self.crops, self.progress = on_bad_image, squash, crops, progress
@@ -79,13 +83,14 @@ class Feed:
         if resident_side is not None and resident_side < self._target:
             raise DataError(f"resident_side {resident_side} is smaller than the views of {self._target} pixels")
         self.resident = fits(source, self.device, self._target, resident, resident_side)
+        self.to_be = self.resident if to_be is None else to_be
         self._side = resident_side if self.resident else None
-        kept = kept_sizes(source, self._target, self._side)
-        self.canvas = canvas_for(kept, self._target)
+        self.canvas = canvas_for(kept_sizes(source, self._target, self._side), self._target)
+        """(height, width) that holds the images: of a resident feed all, else those that were looked at."""
         self._pool: Pool | None = None
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._pixels: Tensor | None = None
-        """Resident images: (N, C, H, W) where all fill the canvas, else their pixels in a row, (T, C)."""
+        """Resident images: (N, H, W, C) where all are of one size, else their pixels in a row, (T, C)."""
         self._sizes: Tensor | None = None
         self._starts: Tensor | None = None
         """Of each image the first of its pixels in the row."""
@@ -94,7 +99,7 @@ class Feed:
         self.full = False
         """Whether every image fills the canvas; known of a resident feed."""
         if self.resident:
-            self._fill(kept)
+            self._fill()
             assert self._sizes is not None
             self.full = bool((self._sizes == self._sizes.new_tensor(self.canvas)).all())
 
@@ -129,7 +134,7 @@ class Feed:
             index = numbers[row]
         sizes = self._sizes[row]
         if self._starts is None:
-            return Batch(self._pixels[row], sizes, index)
+            return Batch(self._pixels[row].permute(0, 3, 1, 2).contiguous(), sizes, index)
         gather = _gather_on_cpu if self.device.type == "cpu" else _gather
         return Batch(gather(self._pixels, self._starts[row], sizes, self.canvas), sizes, index)
 
@@ -158,7 +163,8 @@ class Feed:
                 raise done
             timed("handing over", self._arriving(len(done.numbers)).add, slots, done)
         for what in times:
-            times[what] *= len(index) / len(wanted) / (1 if what == "handing over" else max(1, self.workers))
+            at_once = 1 if what == "handing over" else min(max(1, self.workers), cores())
+            times[what] *= len(index) / len(wanted) / at_once
         times["decoding"] = max(0.0, times["decoding"] - times["reading"])
         return times
 
@@ -204,54 +210,55 @@ class Feed:
 
     def _decoder(self) -> Decoder:
         makes = self.crops or Whole(self.canvas)
-        return Decoder(self.source, self._target, self.canvas, makes, self.on_bad_image, self.squash)
+        return Decoder(self.source, self._target, makes, self.on_bad_image, self.squash)
 
     def _arriving(self, total: int) -> _Arriving:
         return _Arriving(total, self.device, self._stream, self.cuts)
 
-    def _fill(self, kept: np.ndarray) -> None:
+    def _fill(self) -> None:
         whole = self.source.array()
         if whole is not None and whole.shape[1:3] == self.canvas:
             whole = whole if whole.dtype == np.uint8 else decode.to_unit(whole)
-            self._pixels = torch.from_numpy(whole).permute(0, 3, 1, 2).contiguous().to(self.device)
+            self._pixels = decode.as_tensor(whole).to(self.device)
             self._sizes = torch.tensor([self.canvas], device=self.device).repeat(len(whole), 1)
             return
-        total, even = len(self.source), bool((kept == np.array(self.canvas)).all())
-        makes: Makes = Whole(self.canvas) if even else Packed(self.canvas)
+        total, channels = len(self.source), self.source.channels
         on_bad: Literal["drop", "error"] = "drop" if self.on_bad_image == "skip" else "error"
-        decoder = Decoder(self.source, self._target, self.canvas, makes, on_bad, self.squash, self._side)
+        decoder = Decoder(self.source, self._target, Packed(self._target), on_bad, self.squash, self._side)
         pool = Pool(decoder, self.workers if total >= _MIN_FOR_WORKERS else 0, 1, pinned=False)
-        room = total if even else int(_SPARE * _pixels_of(kept, total))
-        row = (self.source.channels, *self.canvas) if even else (self.source.channels,)
-        pixels = torch.zeros(room, *row, dtype=decoder.dtype, device=self.device)
-        sizes: list[tuple[int, int]] = []
+        kept = kept_sizes(self.source, self._target, self._side)
+        spare = 1.0 if (kept == kept[0]).all() else _SPARE
+        pixels = torch.empty(int(spare * _pixels_of(kept, total)), channels, dtype=decoder.dtype, device=self.device)
+        found: list[tuple[int, int]] = []
         filled = 0
         for done in pool.do(Tasks([(torch.arange(total), 0)])):
             self._bad.update(done.bad)
-            sizes += done.sizes
-            slot = pool.slots.memory[done.slot]
-            count = len(done.sizes) if even else sum(h * w for h, w in done.sizes)
-            new = slot[:count].permute(0, 3, 1, 2) if even else slot.view(-1, self.source.channels)[:count]
+            found += done.sizes
+            count = sum(height * width for height, width in done.sizes)
             if filled + count > len(pixels):  # those not looked at are larger
-                pixels = torch.cat([pixels, pixels.new_zeros(len(pixels) // 4 + count, *row)])
-            pixels[filled : filled + count] = new.to(self.device)
+                pixels = torch.cat([pixels, pixels.new_empty(len(pixels) // 4 + count, channels)])
+            pixels[filled : filled + count] = pool.slots.memory[done.slot].view(-1, channels)[:count].to(self.device)
             filled += count
             pool.slots.give(done.slot, None)
             if self.progress is not None:
-                self.progress("decoding images", len(sizes) + len(self._bad), total)
+                self.progress("decoding images", len(found) + len(self._bad), total)
         pool.close()
-        if not sizes:
+        if not found:
             raise DataError(f"{self.source.name}: none of its {total} images can be read")
         if self._bad:
             numbers = torch.tensor([i for i in range(total) if i not in self._bad])
-            rows = torch.searchsorted(numbers, torch.arange(total)) % len(sizes)  # after the last comes the first
+            rows = torch.searchsorted(numbers, torch.arange(total)) % len(found)  # after the last comes the first
             self._stored = rows.to(self.device), numbers.to(self.device)
             self.source.tell_skipped(self._bad)
-        areas = torch.tensor(sizes, dtype=torch.int64)
-        self._pixels, self._sizes = pixels[:filled], areas.to(self.device)
-        if not even:
-            ends = areas.prod(1).cumsum(0)
-            self._starts = (ends - areas.prod(1)).to(self.device)
+        sizes = torch.tensor(found, dtype=torch.int64)
+        self._pixels, self._sizes = pixels[:filled], sizes.to(self.device)
+        height, width = sizes.max(0).values.tolist()
+        self.canvas = height, width
+        if bool((sizes == sizes[0]).all()):
+            self._pixels = self._pixels.view(-1, height, width, channels)
+        else:
+            areas = sizes.prod(1)
+            self._starts = (areas.cumsum(0) - areas).to(self.device)
 
 
 def _gather_on_cpu(pixels: Tensor, starts: Tensor, sizes: Tensor, canvas: tuple[int, int]) -> Tensor:
@@ -287,15 +294,19 @@ def fits(
     source: Source, device: torch.device, target: int, resident: bool | None = None, side: int | None = None
 ) -> bool:
     """Whether images are to be resident: where they fit into 40 % of the free memory, or as `resident` says."""
-    item = 1 if source.dtype == np.uint8 else 4
-    need = source.channels * item * _pixels_of(kept_sizes(source, target, side), len(source))
-    free = free_memory(device)
+    need, free = bytes_of(source, target, side), free_memory(device)
     if resident and need > free:
         raise DataError(
             f"{source.name}: {need / 2**30:.1f} GiB of images do not fit into the {free / 2**30:.1f} GiB free on "
             f"{device}; stream them (resident=False)"
         )
     return need <= RESIDENT_SHARE * free if resident is None else resident
+
+
+def bytes_of(source: Source, target: int, side: int | None = None) -> int:
+    """About how many bytes the images take as they are kept for views of `target` pixels."""
+    item = 1 if source.dtype == np.uint8 else 4
+    return source.channels * item * _pixels_of(kept_sizes(source, target, side), len(source))
 
 
 def _pixels_of(kept: np.ndarray, total: int) -> int:
@@ -327,6 +338,8 @@ def views(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if batch_size < 1:
         raise DataError(f"batch_size {batch_size}, expected at least 1 image")
+    if min(pair(img_size)) < 1:
+        raise DataError(f"img_size {img_size}, expected at least 1 pixel")
     mean, std = (torch.tensor(values, device=where) for values in source.stats())
     crops = Crops(pair(img_size), seed)
     feed = Feed(source, where, img_size=img_size, resident=resident, workers=workers, crops=crops)

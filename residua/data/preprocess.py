@@ -17,6 +17,7 @@ from residua.data import decode
 from residua.data.augment import Batch, CropMode, center_view, pair, per_channel
 from residua.data.errors import BadImage, DataError
 
+_LONGEST = 3  # sides of a view that a side of an image may have
 ImageLike = Image.Image | str | Path | np.ndarray
 
 
@@ -103,10 +104,15 @@ class Preprocessing:
 
 
 def canvas_for(sizes: Any, target: int) -> tuple[int, int]:
-    """(height, width) that holds images of these sizes, at most (3 target)^2 pixels for views of `target` pixels."""
+    """(height, width) that holds images of these sizes, as they are kept for views of `target` pixels: no side is
+    longer than three of them."""
     height, width = (int(side) for side in np.max(np.asarray(sizes), axis=0))
-    most = 3 * target
-    return (height, width) if height * width <= most**2 else (min(height, most), min(width, most))
+    return min(height, _LONGEST * target), min(width, _LONGEST * target)
+
+
+def most_pixels(target: int) -> int:
+    """Of an image as it is kept: its shorter side is no longer than twice the view's, its longer than three times."""
+    return 2 * target * _LONGEST * target
 
 
 def to_canvas(

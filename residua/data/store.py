@@ -50,6 +50,7 @@ _FORMAT = 1
 _ROW = np.dtype([("end", "<u8"), ("height", "<u4"), ("width", "<u4"), ("check", "<u4")])
 _UNREADABLE = 0xBAD  # the checksum of an image that is none; zeros are what a disk shows of what it never got
 _KEY = re.compile(r"[0-9a-f]{32}-\d+px")
+_KEPT = 64  # images after which what was decoded is handed to the system
 _TASK, _AHEAD = 16, 4  # images that a thread decodes at a time; tasks of each that are done or waiting
 _SPARE = 3  # times the space of a store that has to be free, where nobody named the place
 _PROBED = 1024  # sizes that a set is judged by
@@ -339,6 +340,9 @@ def _build(
             elif on_bad_image == "error":
                 raise BadImage(image.where, f"{image.why} ({WAY_OUT})") from image
             index.write(np.array((end, height, width, check), _ROW).tobytes())
+            if i % _KEPT == 0:  # what is written so far outlives this process
+                pixels.flush()
+                index.flush()
             if progress is not None:
                 progress("decoding images into their store", i + 1, len(source))
         for file, size in ((pixels, end), (index, len(source) * _ROW.itemsize)):

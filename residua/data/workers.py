@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +20,10 @@ from torch.utils.data import DataLoader, Dataset
 from residua.data import decode
 from residua.data.augment import Crops, Several
 from residua.data.errors import BadImage, DataError
-from residua.data.preprocess import fit
+from residua.data.preprocess import canvas_for, fit, most_pixels
 from residua.data.source import Source
 
+_FORK = "fork" if sys.platform == "linux" else None  # how workers begin, which inherit memory then
 WAY_OUT = "--on-bad-image skip, in Python on_bad_image='skip', leaves such images out"
 AT_ONCE = 32  # images that make a task
 _AHEAD = 2  # batches that are ready or being decoded, at least
@@ -51,9 +55,7 @@ class Slots:
     """
 
     def __init__(self, count: int, shape: tuple[int, ...], dtype: torch.dtype, shared: bool, pinned: bool) -> None:
-        self.memory = torch.empty(count, AT_ONCE, *shape, dtype=dtype)
-        if shared:
-            self.memory.share_memory_()
+        self.memory = _memory((count, AT_ONCE, *shape), dtype, shared)
         self.pinned = pinned and _lock(self.memory)
         self._free: deque[int] = deque()
         self._leaving: deque[tuple[torch.cuda.Event, int]] = deque()
@@ -87,6 +89,16 @@ class Slots:
             self.pinned = False
 
 
+def _memory(shape: tuple[int, ...], dtype: torch.dtype, shared: bool) -> Tensor:
+    """Room for tensors, which child processes share. What they inherit counts as memory that is used, not as space of
+    /dev/shm, of which containers have little."""
+    if not shared:
+        return torch.empty(shape, dtype=dtype)
+    if _FORK is None:
+        return torch.empty(shape, dtype=dtype).share_memory_()
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+
+
 def _lock(memory: Tensor) -> bool:
     """Keep memory where it is, so that a GPU can fetch from it by itself; False where that is not allowed."""
     code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
@@ -106,13 +118,13 @@ class Whole:
 
 @dataclass(frozen=True)
 class Packed:
-    """Whole images one after another, without space between them."""
+    """Whole images one after another, without space between them, as they are kept for views of `target` pixels."""
 
-    canvas: tuple[int, int]
+    target: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.canvas[0] * self.canvas[1],)
+        return (most_pixels(self.target),)
 
 
 Makes = Crops | Several | Whole | Packed
@@ -128,13 +140,12 @@ class Decoder(Dataset[Any]):
         self,
         source: Source,
         target: int,
-        canvas: tuple[int, int],
         makes: Makes,
         on_bad: Literal["error", "skip", "drop"],
         squash: bool = False,
         side: int | None = None,
     ) -> None:
-        self.source, self.target, self.canvas, self.on_bad, self.squash = source, target, canvas, on_bad, squash
+        self.source, self.target, self.on_bad, self.squash = source, target, on_bad, squash
         self.makes, self.side = makes, side
         self.shape = (*makes.shape, source.channels)
         self.dtype = torch.uint8 if source.dtype == np.uint8 else torch.float32
@@ -159,7 +170,7 @@ class Decoder(Dataset[Any]):
             for (i, epoch), data in zip(task.wanted, encoded):
                 image, j = None, i
                 try:
-                    image = self.source.read(i, self.target) if data is None else self.source.read(i, self.target, data)
+                    image = self._kept(i, data)
                 except BadImage as error:
                     if self.on_bad == "error":
                         raise BadImage(error.where, f"{error.why} ({WAY_OUT})") from error
@@ -167,7 +178,6 @@ class Decoder(Dataset[Any]):
                     if self.on_bad == "skip":
                         image, j = self._next_readable(i, done.bad)
                 if image is not None:
-                    image = self._kept(image)
                     images.append(decode.as_tensor(image).permute(2, 0, 1))
                     epochs.append(epoch)
                     done.numbers.append(j)
@@ -184,20 +194,26 @@ class Decoder(Dataset[Any]):
                     rows = flat[at : at + height * width].view(height, width, -1)
                     rows.copy_(image.permute(1, 2, 0))
                     at += height * width
-            case Whole():
+            case Whole(canvas):
                 for row, image, (height, width) in zip(out, images, done.sizes):
-                    if (height, width) != self.canvas:
+                    if (height, width) != canvas:
                         row.zero_()
                     row[:height, :width] = image.permute(1, 2, 0)
             case crops if images:
                 index, sizes = torch.tensor(done.numbers), torch.tensor(done.sizes)
                 crops.cut(images, index, torch.tensor(epochs), sizes, out)
 
-    def _kept(self, image: np.ndarray) -> np.ndarray:
-        """As a resident feed has it."""
+    def _kept(self, i: int, data: bytes | None = None) -> np.ndarray:
+        """An image as it is kept for views of the target's size, whatever others are like."""
+        image = self.source.read(i, self.target) if data is None else self.source.read(i, self.target, data)
         if self.side is not None:
             image = decode.resize(image, *decode.side_size(image.shape[0], image.shape[1], self.side))
-        image = fit(image, *self.canvas, self.squash)
+        image = fit(image, *canvas_for([image.shape[:2]], self.target), self.squash)
+        if isinstance(self.makes, Whole) and not (np.array(image.shape[:2]) <= self.makes.canvas).all():
+            (height, width), (most_h, most_w) = image.shape[:2], self.makes.canvas
+            raise BadImage(
+                self.source.identify(i), f"it is {height} x {width}, larger than the {most_h} x {most_w} of others"
+            )
         return image if image.dtype == np.uint8 else decode.to_unit(image)
 
     def _next_readable(self, i: int, bad: list[int]) -> tuple[np.ndarray, int]:
@@ -206,7 +222,7 @@ class Decoder(Dataset[Any]):
             if j in self._unreadable:
                 continue
             try:
-                return self.source.read(j, self.target), j
+                return self._kept(j), j
             except BadImage:
                 bad.append(j)
                 self._unreadable.add(j)
@@ -231,6 +247,7 @@ class Pool:
             generator=torch.Generator(),  # else each pass would draw from the global one
             prefetch_factor=ahead if workers else None,
             worker_init_fn=_one_thread if workers else None,
+            multiprocessing_context=_FORK if workers else None,
         )
 
     def do(self, tasks: Iterable[list[Wanted]]) -> Iterator[Done]:

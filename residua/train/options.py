@@ -108,8 +108,8 @@ class MachineConfig:
     grad_checkpointing: bool = False
     """Recompute encoder activations in the backward pass: less memory, more time."""
     resident: bool | Auto = "auto"
-    """Keep all images in device memory; auto: if they fit. Otherwise workers make the training views. A run that is
-    resumed goes on in the same way."""
+    """Keep all images in device memory; auto: if they fit into 40 % of what is free. Otherwise workers make the
+    training views. A run that is resumed goes on in the same way."""
     resident_side: int | None = None
     """Shrink the shorter side of images in device memory to so many pixels, so that more of them fit: 256 for views of
     224. Default: full size up to twice the view."""
@@ -315,6 +315,8 @@ def common_rules(data: DataConfig, optim: OptimConfig, shortcut: ShortcutConfig,
         ("keep", m.keep, m.keep >= 0, "a number of checkpoints, or 0 for all"),
         ("eval_every", m.eval_every, 0 <= (m.eval_every or 0) < math.inf, "a positive number of epochs"),
         ("workers", m.workers, (m.workers or 0) >= 0, "a number of processes, or 0 for none"),
+        ("resident_side", m.resident_side, not (m.resident_side and m.resident is False), "None where images stream"),
+        ("cache_images", repr(m.cache_images), m.cache_images != "", "a folder, or auto"),
     ]  # fmt: skip
 
 

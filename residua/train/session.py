@@ -23,7 +23,7 @@ from residua.adapt import is_name
 from residua.data import Batch, Crops, Feed, Preprocessing, Source, Splits, rng, store
 from residua.data.augment import normalize
 from residua.data.errors import tell
-from residua.data.feed import Progress, fits
+from residua.data.feed import Progress, bytes_of, fits
 from residua.disk import claim, held, named, release, write_text
 from residua.nn.stream import residual_part
 from residua.train.loop import Hooks, Loop, Objective
@@ -102,8 +102,9 @@ class Session(Generic[C, M]):
     def _closing_lines(self) -> Lines:
         """The device, unreadable images and the run folder."""
         m, world = self.machine, self.accelerator.num_processes
-        where = f"streamed by {self.feed.workers} workers"
-        if self.feed.resident:
+        workers = self.feed.workers
+        where = f"streamed by {workers} worker{'s' * (workers != 1)}" if workers else "streamed by this process"
+        if self.feed.to_be:
             side = f", its images no larger than {m.resident_side} px on the shorter side" if m.resident_side else ""
             where = f"whole data set on the device{side}"
         compiled = ", compiled" if m.compile else ""
@@ -178,6 +179,8 @@ class Estimate:
     seconds: float
     rates: dict[str, float]
     """Images a second of each process, of every stage that they pass, if it had the machine to itself."""
+    decoding_first: float = 0.0
+    """Seconds of decoding the whole set into memory, where it is to be there."""
 
     @property
     def limit(self) -> str:
@@ -205,12 +208,16 @@ def estimate(session: Session[Any, Any], steps: int = 3) -> Estimate:
         float(loop.advance(images)[0])
         times.append(time.perf_counter() - start)
     memory = float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else weights + kept
-    stages = session.feed.seconds(loop.order.indices(steps)) | {"computing": min(times)}
-    beside = device.type != "cpu" and session.feed.workers > 0
-    share = session.settings.batch_size / session.accelerator.num_processes
+    feed, share = session.feed, session.settings.batch_size / session.accelerator.num_processes
+    stages, first = feed.seconds(loop.order.indices(steps)), 0.0
+    if feed.to_be and not feed.resident:
+        first, stages = sum(stages.values()) * len(feed) / share, {}
+        memory += bytes_of(feed.source, session.config.data.img_size, session.machine.resident_side)
+    stages["computing"] = min(times)
+    beside = device.type != "cpu" and feed.workers > 0
     return Estimate(
-        memory / 2**30, (max if beside else sum)(stages.values()) * session.settings.steps,
-        {stage: share / seconds if seconds else math.inf for stage, seconds in stages.items()},
+        memory / 2**30, first + (max if beside else sum)(stages.values()) * session.settings.steps,
+        {stage: share / seconds if seconds else math.inf for stage, seconds in stages.items()}, first,
     )  # fmt: skip
 
 
@@ -265,10 +272,12 @@ def open_feed(
         with agreed():
             resident = fits(source, device, side, side=machine.resident_side)
         resident = all(gather_object([resident]))
+    tried = machine.dry_run and not source.in_memory  # some images say what all would take
     with agreed():
         return Feed(
             source, device, img_size=side, workers=machine.workers, on_bad_image=machine.on_bad_image,
-            resident=resident, resident_side=machine.resident_side, progress=progress, crops=crops,
+            resident=resident and not tried, resident_side=machine.resident_side, progress=progress, crops=crops,
+            to_be=resident,
         )  # fmt: skip
 
 

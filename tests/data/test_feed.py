@@ -8,8 +8,9 @@ from PIL import Image
 
 from residua import room
 from residua.data import BadImage, Crops, DataError, Feed, decode, feed, load, views
+from residua.data import source as source_module
 from residua.data.arrays import ArraySource
-from residua.data.augment import Several
+from residua.data.augment import Batch, Several
 
 RNG = np.random.default_rng(0)
 BATCHES = [torch.tensor([3, 1, 2]), torch.tensor([9, 9]), torch.tensor([0])]
@@ -246,6 +247,8 @@ def test_unusable_arguments(photos):
     source = load(f"folder:{photos}").train
     with pytest.raises(DataError, match="'error' or 'skip'"):
         Feed(source, "cpu", img_size=16, on_bad_image="ignore")
+    with pytest.raises(DataError, match="workers -1, expected a number of processes"):
+        Feed(source, "cpu", img_size=16, workers=-1)
     with pytest.raises(DataError, match="no images"):
         Feed(source.subset([]), "cpu", img_size=16)
     closed = Feed(source, "cpu", img_size=16)
@@ -342,6 +345,33 @@ def test_views_are_pils_crops_of_the_images_as_they_are_kept(mixed):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("resident", [True, False])
+def test_an_image_unlike_those_looked_at_is_kept_as_any_other(tmp_path, monkeypatch, resident):
+    """Whatever sizes the sample has."""
+    monkeypatch.setattr(source_module, "_PROBED", 2)
+    sizes = {0: (20, 20), 1: (20, 20), 5: (90, 90), 6: (110, 30), 9: (20, 20)}
+    for k in range(10):
+        pixels = RNG.integers(0, 256, (*sizes.get(k, (20, 20)), 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{k}.png")
+    source, crops = load(f"folder:{tmp_path}").train, Crops((40, 40), flip=False)
+    assert source.sizes().tolist() == [[20, 20]] * 2
+    ours = Feed(source, "cpu", img_size=40, resident=resident, workers=0, crops=crops)
+    (batch,) = ours.iterate([torch.tensor([5, 6])])
+    for i, view in zip((5, 6), crops(batch, 0)):
+        image = torch.tensor(source.read(i, 40)).permute(2, 0, 1)[None]
+        whole = Batch(image, torch.tensor([image.shape[2:]]), torch.tensor([i]))
+        assert torch.equal(view, crops(whole, 0)[0])
+
+
+def test_whole_images_larger_than_the_canvas_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(source_module, "_PROBED", 2)
+    for k, side in enumerate((20, 30, 20)):
+        Image.new("RGB", (side, side)).save(tmp_path / f"{k}.png")
+    ours = Feed(load(f"folder:{tmp_path}").train, "cpu", img_size=20, resident=False, workers=0)
+    with pytest.raises(BadImage, match=r"1\.png: it is 30 x 30, larger than the 20 x 20 of others"):
+        list(ours.iterate([torch.arange(3)]))
+
+
 def test_several_views_of_an_image_are_made_at_once(mixed, workers):
     source = load(f"folder:{mixed}").train
     parts = [
@@ -439,5 +469,7 @@ def test_views_see_each_image_once_an_epoch(photos, resident):
 
 
 def test_views_of_nothing():
+    with pytest.raises(DataError, match="img_size 0, expected at least 1"):
+        views("digits", img_size=0)
     with pytest.raises(DataError, match="batch_size 0"):
         views("digits", img_size=8, batch_size=0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from drive import STEPS, small, small_classifier
+from PIL import Image
 from torch import Tensor
 
 from residua.train import Pretrain, Session, classify, estimate, fit, prepare
@@ -61,6 +62,21 @@ def test_the_estimate_counts_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert guess.seconds > STEPS * 16 * 0.005
     assert set(guess.rates) == {"reading", "decoding", "handing over", "computing"}
     assert guess.rates["decoding"] < 1 / 0.005
+
+
+def test_the_estimate_of_a_resident_run_decodes_some_images_only(tmp_path: Path) -> None:
+    for k in range(100):
+        Image.effect_noise((300, 200), 50).save(tmp_path / f"{k:03d}.png")
+    session = prepare(small(data=f"folder:{tmp_path}", workers=0))
+    assert dict(session.lines())["device"].endswith("whole data set on the device")
+    read: list[int] = []
+    original = session.feed.source.read
+    session.feed.source.read = lambda i, *rest: read.append(i) or original(i, *rest)  # type: ignore[method-assign]
+    guess = estimate(session, steps=1)
+    assert 0 < len(read) < 100
+    assert set(guess.rates) == {"computing"}
+    assert guess.seconds > guess.decoding_first > 0
+    assert guess.memory_gib * 2**30 > 100 * 48 * 32
 
 
 def test_the_estimate_names_the_slowest_stage() -> None:
