@@ -300,34 +300,6 @@ def test_a_package_is_called_and_its_names_are_functions_whatever_was_imported_b
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
-TYPED = """
-import residua
-import residua.evaluate.knn
-
-model = residua.create_model("mae_vit_small", img_size=64, patch_size=8, alpha_min=0.6)
-feats = residua.evaluate.extract(model, "cifar100", layers="all", readout="tokens")
-assert feats.test is not None
-reveal_type(residua.evaluate.knn(feats.train, feats.test, k=20, temperature=0.07))
-residua.evaluate.linear_probe(feats.train, feats.test, protocol="simple")
-residua.evaluate.entropy_rank(feats.test.last), residua.evaluate.rankme(feats.test.last)
-reveal_type(residua.evaluate(model, data="cifar100", probe=None))
-residua.sample(model, 4).shape, residua.sample(model, 4, "samples").name
-reveal_type(residua.anatomy("torchvision:resnet18", data="cifar10", top=30))
-residua.anatomy.jacobian_svd(model, feats.test.last, k=30)
-residua.export("runs/a", to="transformers").largest
-"""
-
-
-def test_a_type_checker_knows_both(tmp_path: Path) -> None:
-    (tmp_path / "examples.py").write_text(TYPED)
-    call = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--follow-imports=silent", "examples.py"]
-    env = {"MYPYPATH": str(Path(residua.__file__).parent.parent), "PATH": ""}
-    done = subprocess.run(call, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stdout
-    assert 'Revealed type is "residua.evaluate.knn.KnnResult"' in done.stdout
-    assert 'Revealed type is "residua.evaluate.report.Report"' in done.stdout
-
-
 def test_types_are_declared_for_every_name() -> None:
     """`__init__.pyi` against `__init__.py`."""
     stub = Path(residua.__file__).with_suffix(".pyi").read_text()
