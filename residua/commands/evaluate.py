@@ -193,11 +193,11 @@ def _show_noised(report: Report) -> None:
     """Layers x noise levels: a table of each score."""
     from residua.evaluate.diffusion import best, grid_table
 
-    measured = {s.metric for s in report.scores}
+    metrics = {s.metric for s in report.scores}
     for metric in ("linear probe", "kNN", "entropy rank"):
-        if metric in measured:
+        if metric in metrics:
             console.print(grid_table(report, metric))
-    if "linear probe" in measured:
+    if "linear probe" in metrics:
         layer, noise = best(report)
         say(f"linear probe {report.value('linear probe'):.1f} % at layer {layer}, {noise}")
 
