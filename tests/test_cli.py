@@ -389,3 +389,14 @@ def test_long_work_is_counted_on_a_terminal_by_the_first_process(monkeypatch: py
     assert shown(force_terminal=False) is None
     monkeypatch.setenv("RANK", "1")
     assert shown(force_terminal=True) is None
+
+
+def test_where_there_is_no_terminal_a_line_a_minute_says_how_far_work_has_come(monkeypatch, capsys):
+    from residua.commands import console
+
+    times = iter([0.0, 59.0, 61.0, 61.0, 100.0, 125.0, 125.0])
+    monkeypatch.setattr(console, "_spoke", 0.0)
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(times))
+    for done in (1, 2, 3, 4, 5):
+        console.counting("decoding images", done, 1000)
+    assert capsys.readouterr().out == "decoding images: 3 of 1,000\ndecoding images: 5 of 1,000\n"

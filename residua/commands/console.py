@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import warnings
 import webbrowser
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ errors = _Terminal(stderr=True, highlight=False, soft_wrap=True)
 
 as_warnings = False  # notes, where nobody reads the terminal
 _status: Status | None = None  # the line of `counting`, while there is one
+_spoke = time.monotonic()  # when it last wrote a line where there is no terminal
 
 
 class Bar:
@@ -234,15 +236,21 @@ def warn_shared(splits: Splits) -> None:
 
 
 def counting(what: str, done: int, total: int) -> None:
-    """Say on a terminal how far some work has come, in a line that goes when it is done; of several processes the first
-    does. A total of 0 is not known."""
-    global _status
-    if not console.is_terminal or console.quiet or os.environ.get("RANK", "0") != "0":
+    """Say on a terminal how far some work has come, in a line that goes when it is done, and elsewhere a line a minute;
+    of several processes the first does. A total of 0 is not known."""
+    global _status, _spoke
+    if console.quiet or os.environ.get("RANK", "0") != "0":
+        return
+    text = f"{what}: {done:,}" + f" of {total:,}" * (total > 0)
+    if not console.is_terminal:
+        if time.monotonic() > _spoke + 60:
+            _spoke = time.monotonic()
+            say(text)
         return
     if _status is None:
         _status = console.status("")
         _status.start()
-    _status.update(escape(f"{what}: {done:,}" + f" of {total:,}" * (total > 0)))
+    _status.update(escape(text))
     if done == total:
         stop_counting()
 

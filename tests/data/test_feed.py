@@ -344,7 +344,6 @@ def test_views_are_pils_crops_of_the_images_as_they_are_kept(mixed):
         assert np.mean(off) < 0.5
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("resident", [True, False])
 def test_an_image_unlike_those_looked_at_is_kept_as_any_other(tmp_path, monkeypatch, resident):
     """Whatever sizes the sample has."""
@@ -372,6 +371,7 @@ def test_whole_images_larger_than_the_canvas_are_refused(tmp_path, monkeypatch):
         list(ours.iterate([torch.arange(3)]))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
 def test_several_views_of_an_image_are_made_at_once(mixed, workers):
     source = load(f"folder:{mixed}").train
     parts = [
