@@ -34,7 +34,7 @@ def demo(out: str | Path = "demo", *, progress: bool = False, **options: Any) ->
 
 def work(o: Options) -> Path:
     """What the command does."""
-    from residua.report import demo
+    from residua.report.demo import demo
 
     out = Path(o.out).expanduser()
     check_folder(out)
