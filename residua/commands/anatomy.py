@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -85,7 +86,11 @@ class Options:
 
 
 def anatomy(
-    model: str | Path | nn.Module, data: str | Path | Splits | None = None, *, progress: bool = False, **options: Any
+    model: str | PathLike[str] | nn.Module,
+    data: str | Path | Splits | None = None,
+    *,
+    progress: bool = False,
+    **options: Any,
 ) -> Anatomy:
     """Measure what the blocks of a trained network do, as `residua anatomy` does: Residual Alignment, by the Jacobians
     of their branches, and Neural Collapse.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -19,13 +19,15 @@ Options = TypeVar("Options")
 Result = TypeVar("Result")
 
 
-def settled(command: Command, start: str | Path | None, settings: Mapping[str, Any]) -> tuple[Any, set[str]]:
+def settled(
+    command: Command, start: str | os.PathLike[str] | None, settings: Mapping[str, Any]
+) -> tuple[Any, set[str]]:
     """The configuration that a recipe or settings file and keywords come to, and the names of what was given."""
     from residua.recipes.arguments import begun, instead
     from residua.train.options import read_flat
 
-    values = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
-    default, file = begun(command, None if start is None else str(start))
+    values = {name: plain(value) for name, value in settings.items()}
+    default, file = begun(command, plain(start))
     names = set(values) | (set(read_flat(file)) if file is not None else set())
     return instead(default, set(values)).checked(**values), names
 
@@ -77,8 +79,8 @@ def options_of(kind: type[Options], given: Mapping[str, Any], **first: Any) -> O
             raise ValueError(f"no option named {name}; {did_you_mean(name, kinds)}")
     values = {name: _as_declared(value, kinds[name]) for name, value in given.items()}
     check([(name, given[name], accepts(value, kinds[name]), in_words(kinds[name])) for name, value in values.items()])
-    plain = {name: str(v) if isinstance(v, Path) else v for name, v in first.items() if v is not None}
-    return kind(**plain, **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    places = {name: plain(value) for name, value in first.items() if value is not None}
+    return kind(**places, **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
 
 def _as_declared(value: Any, kind: Any) -> Any:
@@ -88,7 +90,12 @@ def _as_declared(value: Any, kind: Any) -> Any:
         return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     if value is None and "none" in get_args(kind):
         return "none"
-    return str(value) if isinstance(value, Path) else value
+    return plain(value)
+
+
+def plain(value: Any) -> Any:
+    """The path of what has one, such as a `Run`; all else as it is."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 @contextmanager

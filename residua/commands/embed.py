@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,7 +63,7 @@ class Options:
 
 
 def embed(
-    model: str | Path | nn.Module,
+    model: str | PathLike[str] | nn.Module,
     data: str | Path | Splits,
     out: str | Path | None = None,
     *,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -116,7 +117,11 @@ COMMON = (
 
 
 def evaluate(
-    model: str | Path | nn.Module, data: str | Path | Splits | None = None, *, progress: bool = False, **options: Any
+    model: str | PathLike[str] | nn.Module,
+    data: str | Path | Splits | None = None,
+    *,
+    progress: bool = False,
+    **options: Any,
 ) -> Report:
     """Score a frozen encoder or diffusion model, as `residua evaluate` does; every score stands beside the same network
     untrained and raw pixels.

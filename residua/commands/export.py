@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ class Options:
 
 
 def export(
-    model: str | Path | nn.Module,
+    model: str | PathLike[str] | nn.Module,
     to: str,
     out: str | Path | None = None,
     *,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from residua.evaluate.finetune import FinetuneResult
 
 
-def finetune(start: str | Path | nn.Module | None = None, *, progress: bool = False, **settings: Any) -> Run:
+def finetune(start: str | PathLike[str] | nn.Module | None = None, *, progress: bool = False, **settings: Any) -> Run:
     """Train an encoder and a new head end to end on labelled images and test it, as `residua finetune` does.
 
     `start` is a run, a checkpoint, a network in memory (which is left as it is), the name of a network to train from

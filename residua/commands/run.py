@@ -20,6 +20,7 @@ class Run:
         run = residua.pretrain(data="folder:photos", epochs=100)
         run.model, run.scores, run.history[-1]["loss"], run.page
         run.keep("runs/photos")
+        residua.finetune(run, data="folder:classes")
 
         run = residua.Run.of("runs/photos")
 
@@ -100,6 +101,10 @@ class Run:
             self._gone = None
         self.path = goal
         return self
+
+    def __fspath__(self) -> str:
+        """Its folder: `residua.evaluate(run)`, `residua.finetune(run)`."""
+        return str(self.path)
 
     def __repr__(self) -> str:
         step, steps = self.metrics.get("step", 0), self.config.settings()["steps"]

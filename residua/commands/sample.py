@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
 
@@ -61,14 +62,14 @@ class Options:
 
 @overload
 def sample(
-    model: str | Path | nn.Module, n: int = 64, out: None = None, *, progress: bool = False, **options: Any
+    model: str | PathLike[str] | nn.Module, n: int = 64, out: None = None, *, progress: bool = False, **options: Any
 ) -> Tensor: ...
 @overload
 def sample(
-    model: str | Path | nn.Module, n: int, out: str | Path, *, progress: bool = False, **options: Any
+    model: str | PathLike[str] | nn.Module, n: int, out: str | Path, *, progress: bool = False, **options: Any
 ) -> Path: ...
 def sample(
-    model: str | Path | nn.Module,
+    model: str | PathLike[str] | nn.Module,
     n: int = 64,
     out: str | Path | None = None,
     *,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -88,7 +89,11 @@ COMMON = (
 
 
 def segment(
-    model: str | Path | nn.Module, data: str | Path | Splits | None = None, *, progress: bool = False, **options: Any
+    model: str | PathLike[str] | nn.Module,
+    data: str | Path | Splits | None = None,
+    *,
+    progress: bool = False,
+    **options: Any,
 ) -> Segmentation:
     """Segment images without labels, as `residua segment` does: cluster the patches of all images by their features and
     score the clusters against pixel masks.

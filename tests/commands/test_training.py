@@ -74,8 +74,9 @@ def test_a_classifier_from_a_run_or_from_a_network_in_memory() -> None:
     start = residua.pretrain(**SMALL, evaluate=False)
     settings = COMMON | {"steps": 2, "seed": 4}
     before = {name: x.clone() for name, x in start.model.state_dict().items()}
-    one, two = (residua.finetune(begin, **settings) for begin in (start.path, start.model))
-    for run in (one, two):
+    one, two, three = (residua.finetune(begin, **settings) for begin in (start.path, start.model, start))
+    assert three.config.override(out=None) == one.config.override(out=None)
+    for run in (one, two, three):
         assert run.scores is not None
         assert run.model.classes == residua.data.load(DATA).train.classes
     assert one.scores.value("accuracy") == two.scores.value("accuracy")
