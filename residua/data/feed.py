@@ -96,12 +96,8 @@ class Feed:
         """Of each image the first of its pixels in the row."""
         self._stored: tuple[Tensor, Tensor] | None = None
         """Where some images are unreadable: for every number the row of the image used, for every row its number."""
-        self.full = False
-        """Whether every image fills the canvas; known of a resident feed."""
         if self.resident:
             self._fill()
-            assert self._sizes is not None
-            self.full = bool((self._sizes == self._sizes.new_tensor(self.canvas)).all())
 
     def __len__(self) -> int:
         return len(self.source)
@@ -110,6 +106,11 @@ class Feed:
     def skipped(self) -> int:
         """Unreadable images met so far."""
         return len(self._bad)
+
+    @property
+    def full(self) -> bool:
+        """Whether every image fills the canvas; known of a resident feed."""
+        return self.resident and self._starts is None
 
     @property
     def cuts(self) -> bool:
