@@ -81,7 +81,7 @@ def mae_probe(
     view = View(preprocessing_of(model, data.train, img_size), encoder_batch, seed=seed, bf16=bf16)
     recipe = resolve_recipe("mae", len(train), learning_rates, weight_decays, epochs, batch_size)
     with frozen(model, device) as where:
-        open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image, again=True)
+        open_with = partial(open_feed, device=where, view=view, on_bad_image=on_bad_image, again=True, whole=True)
         feeds = [open_with(train), open_with(test)]
         rows = [torch.arange(len(feed)) for feed in feeds]
         try:

@@ -171,15 +171,17 @@ def open_feed(
     on_bad_image: OnBadImage = "error",
     progress: Progress | None = None,
     again: bool = False,
+    whole: bool = False,
 ) -> Feed:
     """The feed that serves a view. Images pass by, their views made by the workers that decode them while others are
-    computed; those in memory, or that are read `again`, are kept on the device."""
+    computed; those in memory, or that are read `again`, are kept on the device where they fit. `whole` images are for
+    views that are made anew each time."""
     p = view.preprocessing
     once = not (again or source.in_memory)
     return Feed(
         source, device, img_size=p.img_size, resident=False if once else None, on_bad_image=on_bad_image,
         workers=0 if len(source) < FEW else None, progress=progress, squash=p.crop_mode == "squash",
-        crops=view.crops() if once else None,
+        crops=None if whole else view.crops(),
     )  # fmt: skip
 
 

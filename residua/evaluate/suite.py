@@ -247,7 +247,7 @@ def _probe_online(
     assert test is not None
     assert source is not None
     assert other is not None
-    feeds = [open_with(source, view=view, again=True), open_with(other, view=view, again=True)]
+    feeds = [open_with(part, view=view, again=True, whole=True) for part in (source, other)]
     rows = [part.index for part in (train, test) if part.index is not None]
     assert len(rows) == 2
     recipe = resolve_recipe("mae", len(train), **options)

@@ -327,3 +327,20 @@ def test_wrong_inputs(vit: ViT, mae, noise: Splits) -> None:
 
 if __name__ == "__main__":  # one of the two processes
     _extract_in_process(int(sys.argv[2]), sys.argv[1])
+
+
+def test_images_that_are_read_again_and_do_not_fit_come_as_views_of_any_size(
+    vit: ViT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a classifier that is tested while it trains."""
+    monkeypatch.setattr("residua.data.feed.free_memory", lambda device: 0)
+    monkeypatch.setattr("residua.data.source._PROBED", 1)
+    for k, size in enumerate(((20, 20), (40, 20), (20, 40))):
+        Image.effect_noise(size, 50).convert("RGB").save(tmp_path / f"{k}.png")
+    source, view = load(f"folder:{tmp_path}").train, View(Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3))
+    feed = open_feed(source, torch.device("cpu"), view, again=True)
+    assert feed.cuts
+    for _ in range(2):
+        (batch,) = feed.iterate([torch.arange(3)])
+        expected = view.preprocessing([tmp_path / f"{k}.png" for k in range(3)])
+        torch.testing.assert_close(view.images(batch)[0], expected)
