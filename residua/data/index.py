@@ -153,7 +153,7 @@ class Hashes:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size not in (0, size):
             self.path.unlink()
-        with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), "r+b") as file:
+        with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
             set_aside(file.fileno(), size)
             return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint64).reshape(-1, 3)
 

@@ -94,7 +94,7 @@ class StoredSource(Source):
         """Has the system read an image that is not in memory, for when it is wanted; returns nothing."""
         end, height, width, _ = self._rows[i].item()
         start = (end - height * width * self.channels) // mmap.PAGESIZE * mmap.PAGESIZE
-        if hasattr(mmap, "MADV_WILLNEED") and height:  # not on Windows
+        if height:
             self._mapped.madvise(mmap.MADV_WILLNEED, start, end - start)
 
     def size(self, i: int) -> tuple[int, int]:
@@ -433,7 +433,7 @@ def _confirmed(folder: Path, about: dict[str, Any], progress: Progress | None) -
 
 def _opened(path: Path) -> Any:
     """To be written anywhere in, with what is there."""
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), "r+b", 1 << 20)
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", 1 << 20)
 
 
 def _refused(folder: Path, error: OSError, careful: bool) -> DataError:
