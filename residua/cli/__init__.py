@@ -45,11 +45,13 @@ Residua trains, measures and explains residual networks whose shortcuts fade wit
   residua recipes [NAME]                         rows of the paper, runnable
 
 Add --help to a command for its options."""
-_READ = ("demo", "pretrain", "finetune", "diffuse", "sweep", "data", "recipes")
+_READ = ("demo", "sweep", "data", "recipes")
+_TRAIN = ("pretrain", "finetune", "diffuse")
 _TABLE = (
     "evaluate", "embed", "segment", "score", "sample", "compare", "anatomy", "counterfactual", "ujm", "export"
 )  # fmt: skip
-COMMANDS = {name: f"residua.cli.{name}" for name in _READ} | {name: f"residua.commands.{name}" for name in _TABLE}
+COMMANDS = {name: f"residua.cli.{name}" for name in _READ} | dict.fromkeys(_TRAIN, "residua.cli.train")
+COMMANDS |= {name: f"residua.commands.{name}" for name in _TABLE}
 """Command -> the module that has its `Options` and does its `work`, or that reads what was typed by itself."""
 
 
@@ -119,6 +121,7 @@ def _main(args: list[str]) -> int:
                 else:
                     getattr(module, name)(args)
             finally:
+                listen(None)
                 stop_counting()
             _part()
     except KeyboardInterrupt:

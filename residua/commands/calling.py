@@ -13,6 +13,7 @@ import numpy as np
 
 from residua.commands import console
 from residua.commands.run import Run, temporary_folder
+from residua.progress import listen
 
 Command = Literal["pretrain", "diffuse", "finetune"]
 Options = TypeVar("Options")
@@ -32,13 +33,21 @@ def settled(
     return instead(default, set(values)).checked(**values), names
 
 
-def called(progress: bool, config: Any, train: Callable[[Any], Any]) -> Any:
-    """Train by a configuration, in a temporary folder where it names none: a `Run`; of a dry run its `Estimate`.
+def trained(
+    command: Command,
+    start: str | os.PathLike[str] | None,
+    settings: Mapping[str, Any],
+    progress: bool,
+    train: Callable[[Any, set[str]], Any],
+) -> Any:
+    """Train by what a start and keywords come to, in a temporary folder where they name none: a `Run`; of a dry run its
+    `Estimate`.
 
     Ctrl-C saves a checkpoint and is a `KeyboardInterrupt` then. A run that did not come to its end stays where it is.
     """
     from residua.train.processes import Interrupted
 
+    config, given = settled(command, start, settings)
     own = config.machine.out is None and not config.machine.dry_run
     folder = temporary_folder() if own else None
     if folder is not None:
@@ -46,7 +55,7 @@ def called(progress: bool, config: Any, train: Callable[[Any], Any]) -> Any:
     run: Run | None = None
     try:
         with undisturbed_world(), heard(progress):
-            found = train(config)
+            found = train(config, given)
         if config.machine.dry_run:
             return found
         path, model = found
@@ -103,9 +112,11 @@ def heard(progress: bool) -> Iterator[None]:
     """Say what the terminal says, or nothing: notes are warnings then."""
     before = console.console.quiet, console.as_warnings
     console.console.quiet, console.as_warnings = not progress, not progress
+    listen(console.counting)
     try:
         yield
     finally:
+        listen(None)
         console.stop_counting()
         console.console.quiet, console.as_warnings = before
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from residua.commands.calling import called, settled
+from residua.commands.calling import trained
 from residua.commands.console import Bar, announce, console, counting, dry_run, note, say
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ def diffuse(start: str | Path | None = None, *, progress: bool = False, **settin
     >>> run = residua.diffuse("uvit-cifar100", data="folder:photos", alpha_min=0.7, steps=20_000)
     >>> images = residua.sample(run.model, 16)
     """
-    config, given = settled("diffuse", start, settings)
-    found: Run = called(progress, config, lambda config: train(config, given))
+    found: Run = trained("diffuse", start, settings, progress, train)
     return found
 
 

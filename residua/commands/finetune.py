@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from residua.commands.calling import called, settled
+from residua.commands.calling import trained
 from residua.commands.console import Bar, announce, counting, dry_run, note, say, warn_shared
 
 if TYPE_CHECKING:
@@ -26,9 +27,8 @@ def finetune(start: str | PathLike[str] | nn.Module | None = None, *, progress: 
     >>> run = residua.finetune("runs/a", data="cifar100", epochs=20, mixup=0.0)
     >>> run.scores.value("accuracy"), run.model.classes
     """
-    network = start if isinstance(start, nn.Module) else None
-    config, given = settled("finetune", None if isinstance(start, nn.Module) else start, settings)
-    found: Run = called(progress, config, lambda config: train(config, given, network))
+    network, begin = (start, None) if isinstance(start, nn.Module) else (None, start)
+    found: Run = trained("finetune", begin, settings, progress, partial(train, network=network))
     return found
 
 

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residua.commands.calling import called, settled
+from residua.commands.calling import trained
 from residua.commands.console import Bar, announce, console, counting, dry_run, note, quickest_probe, say, warn_shared
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ def pretrain(start: str | Path | None = None, *, progress: bool = False, **setti
     >>> run = residua.pretrain("mae-tiny-imagenet", data="folder:photos", alpha_min=0.8, seed=3)
     >>> run.model, run.scores.table(), run.page
     """
-    config, given = settled("pretrain", start, settings)
-    found: Run = called(progress, config, lambda config: train(config, given))
+    found: Run = trained("pretrain", start, settings, progress, train)
     return found
 
 

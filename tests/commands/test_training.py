@@ -14,6 +14,7 @@ import torch
 
 import residua
 from residua import cli
+from residua import progress as work_progress
 from residua.commands import calling
 from residua.train.checkpoint import load_file
 
@@ -102,6 +103,7 @@ def test_the_world_is_left_as_it_was(name: str, capsys: pytest.CaptureFixture[st
     assert Path.cwd() == states[3]
     assert torch.get_float32_matmul_precision() == "highest"
     assert capsys.readouterr() == ("", "")
+    assert work_progress._listener is None
 
 
 def test_progress_is_what_the_terminal_shows(capsys: pytest.CaptureFixture[str]) -> None:
